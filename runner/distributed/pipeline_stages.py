@@ -150,7 +150,8 @@ class PipelineStages:
         pp, tp = config.parallel.pp, config.parallel.tp
         if pp == 1:
             return
-        hidden, tokens = _aligned(config.max_batch_tokens * most * self._hidden_size), _aligned(config.max_num_seqs)
+        hidden = _aligned(config.max_batch_tokens * most * self._hidden_size)
+        tokens = _aligned(config.options.max_num_seqs)
         for source in range(pp):
             target = (source + 1) % pp
             for shard in range(tp):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,17 +18,44 @@ from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel, take_samples_kernel
 from runner.sequence_rows import StepBatch
 from runner.v2.device_state import DeviceState, StepWords
-from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
-
-if TYPE_CHECKING:
-    from runner.v2.drafts import SampledRows
+from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata, copy_to_device
 
 _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
 
-# The arrays of ``InputBatch.sent``.
-SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS, STATE_SLOTS, NUM_BLOCKS = range(6)
 HAS_DRAFTS = -2  # in place of a sample: the host counts the samples that stay
+
+Item = TypeVar("Item")
+
+
+class StepState(NamedTuple, Generic[Item]):
+    """What a step sends to the device about its sequences: each item is an int32 array, or its word offset there.
+
+    A sequence without samples has -1 in ``sample_of_row``, a decode with drafts has HAS_DRAFTS.
+    """
+
+    slots: Item  # [num_seqs]
+    query_starts: Item  # [num_seqs + 1]: first token of each sequence among those of the step
+    sample_of_row: Item  # [num_seqs]
+    logits_tokens: Item  # [tokens whose logits are sampled], as indices into the tokens of the step
+    state_slots: Item  # [num_seqs], of recurrent states
+    num_blocks: Item  # [num_seqs], in the block tables of all groups
+
+
+class SampledRows(NamedTuple):
+    """The sequences of a batch that sample, one row each; on the device as long as the batch stays the same."""
+
+    sequences: Tensor  # [rows] int64: their indices in the batch
+    first: Tensor  # [rows] int64: the first token that has a sample, among those of the step
+    drafted: Tensor  # int64: samples of sequences with drafts
+
+    @classmethod
+    def of(cls, indices: BatchIndices, device: torch.device) -> SampledRows:
+        sequences, first = np.unique(indices.sampling, return_index=True)
+        # Decodes come first, with a sample for each token.
+        drafted = np.flatnonzero(indices.is_drafted[indices.sampling])
+        arrays = (sequences, indices.logits_tokens[first], drafted)
+        return cls(*copy_to_device([np.asarray(values, dtype=np.int64) for values in arrays], device))
 
 
 @dataclass
@@ -63,6 +90,7 @@ class InputBatch:
     seq_lens: NDArray[np.int32]  # [num_seqs], with this step's tokens
     longest: int  # tokens of the longest sequence, with the token that this step samples
     sent: StepWords
+    at: StepState[int]  # word offsets in ``sent``
     num_blocks: NDArray[np.int32]  # [num_seqs], in the block tables of all groups
     state_snapshots: tuple[RowSnapshot, ...] = ()
     masks: GrammarMaskTensors | None = None
@@ -71,16 +99,15 @@ class InputBatch:
     @property
     def logits_tokens(self) -> Tensor:
         """The tokens whose logits are sampled, as indices into the tokens of the step; on the device."""
-        return self.sent.array(LOGITS_TOKENS, len(self.indices.logits_tokens))
+        return self.sent.array(self.at.logits_tokens, len(self.indices.logits_tokens))
 
     def store_samples(self, state: DeviceState, tokens: Tensor) -> None:
         """Count the step's tokens in the device's state, and append its samples to their sequences."""
-        at = self.sent.arrays_at
         take_samples_kernel[(self.indices.num_seqs,)](
             self.sent.words,
-            at[SLOTS],
-            at[QUERY_STARTS],
-            at[SAMPLE_OF_ROW],
+            self.at.slots,
+            self.at.query_starts,
+            self.at.sample_of_row,
             tokens,
             state.token_ids,
             state.num_computed,
@@ -99,8 +126,10 @@ class InputBuffers:
         self, config: NodeConfig, layout: KVLayout, max_pages: int, device: torch.device, makes_drafts: bool
     ) -> None:
         """Rows of tables have ``max_pages``. If the model ``makes_drafts``, including pages of drafts behind a step."""
-        max_seqs, max_tokens = config.max_num_seqs, config.max_batch_tokens
-        self._layout, self._has_drafts = layout, config.max_drafts > 0
+        max_seqs = config.options.max_num_seqs
+        max_tokens = config.max_batch_tokens
+        self._layout = layout
+        self._has_drafts = config.max_drafts > 0
         self._ahead = config.max_drafts if makes_drafts else 0
         has_states = config.state_layout is not None
         self._state_slots = torch.zeros(max_seqs, dtype=torch.int32, device=device) if has_states else None
@@ -118,12 +147,13 @@ class InputBuffers:
         """Fill the buffers on the device's stream, padded to ``descriptor`` as a captured graph of that size needs."""
         tokens = descriptor.tokens
         assert tokens <= len(self.input_ids), f"a step of {tokens} tokens in buffers of {len(self.input_ids)}"
-        words, arrays_at = batch.sent.words, batch.sent.arrays_at
-        layout, num_seqs = self._layout, batch.indices.num_seqs
+        words = batch.sent.words
+        layout = self._layout
+        num_seqs = batch.indices.num_seqs
         build_inputs_kernel[(descriptor.rows + 1,)](
             words,
-            arrays_at[SLOTS],
-            arrays_at[QUERY_STARTS],
+            batch.at.slots,
+            batch.at.query_starts,
             num_seqs,
             state.token_ids,
             state.block_tables,
@@ -142,15 +172,16 @@ class InputBuffers:
             CHUNK=_TOKEN_CHUNK,
         )
         if self._state_slots is not None:  # rows of padding keep an old slot: they have no tokens
-            self._state_slots[:num_seqs].copy_(batch.sent.array(STATE_SLOTS, num_seqs))
+            self._state_slots[:num_seqs].copy_(batch.sent.array(batch.at.state_slots, num_seqs))
         if descriptor.row_tokens > 1 and self._has_drafts:
-            self.drafted[:num_seqs].copy_(batch.sent.array(SAMPLE_OF_ROW, num_seqs) == HAS_DRAFTS)
+            sample_of_row = batch.sent.array(batch.at.sample_of_row, num_seqs)
+            self.drafted[:num_seqs].copy_(sample_of_row == HAS_DRAFTS)
         if self._ahead:
-            self.num_blocks[:num_seqs].copy_(batch.sent.array(NUM_BLOCKS, num_seqs))
+            self.num_blocks[:num_seqs].copy_(batch.sent.array(batch.at.num_blocks, num_seqs))
         longest = -(-(int(batch.seq_lens.max()) + self._ahead) // layout.kernel_block_size)
         build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK), layout.groups.num_groups)](
             words,
-            arrays_at[SLOTS],
+            batch.at.slots,
             num_seqs,
             state.block_tables,
             state.block_tables.stride(0),
@@ -171,13 +202,15 @@ class InputBuffers:
     def attention_batch(self, batch: InputBatch, padded: BatchDescriptor | None = None) -> AttentionBatch:
         """Return the batch that was built last; its device tensors have the size ``padded``, or none of its padding."""
         indices = batch.indices
-        lengths = indices.query_starts, batch.seq_lens
         size = padded or indices.descriptor
-        return self._attention_batch(*lengths, size, indices.has_drafts, batch.state_snapshots)
+        return self._attention_batch(
+            indices.query_starts, batch.seq_lens, size, indices.has_drafts, batch.state_snapshots
+        )
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
         """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequences."""
-        rows, tokens = descriptor.rows, descriptor.tokens
+        rows = descriptor.rows
+        tokens = descriptor.tokens
         spare = tokens - rows
         most = descriptor.row_tokens - 1 if descriptor.is_decode else spare
         lengths = (1 + np.clip(spare - most * np.arange(rows), 0, most)).astype(np.int32)

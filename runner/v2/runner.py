@@ -41,7 +41,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         assert not len(self._sequences), "warming up left a sequence behind"
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[InputBatch]]:
-        model, device, max_num_seqs = config.model, self._device, config.max_num_seqs
+        model, device, max_num_seqs = config.model, self._device, config.options.max_num_seqs
         max_blocks = config.max_model_len // layout.block_size + 1
         entries = max_blocks * layout.groups.num_groups
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, entries, device)
