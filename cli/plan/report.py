@@ -241,8 +241,10 @@ def _notes(load: PlannedLoad, plan: Plan) -> Iterator[str]:
     most = max(_sent(prediction), prediction.read_gb_per_s)
     yield f"prefill nodes compute {prediction.handoffs:.0%} of the prompts, the decode nodes the others"
     yield f"KV traffic into or out of a node is {figure(most)} GB/s on average, of the network's {figure(load.network)}"
-    for role, needs in (("prefill", plan.prefill_needs), ("decode", plan.decode_needs)):
-        if needs:
+    layout = plan.split.layout
+    roles = ("prefill", layout.prefill, plan.prefill_needs), ("decode", layout.decode, plan.decode_needs)
+    for role, nodes, needs in roles:
+        if nodes > 1 and needs:
             yield f"with one {role} node fewer, the bottleneck would be {needs}"
     simulated = prediction.layout
     if simulated != plan.split.layout:
