@@ -19,13 +19,14 @@ from statistics import fmean
 from typing import NamedTuple
 
 from fleet import Fleet, start_elastic
-from fleet_simulation import Simulation
 from plan_check import replay
 from replay import make_long_model
-from simulated_node import Card, Job
 
-from cli.plan.queues import percentile
+from cli.numbers import percentile
 from cli.plan.workload import Workload, workload_of
+from cli.virtual_fleet.cards import Card
+from cli.virtual_fleet.fleet import Simulation
+from cli.virtual_fleet.jobs import Job
 from pdserve.config.simulated_costs import KV_TOKENS, choose_costs
 
 SHARES = (50, 90)

@@ -1,4 +1,4 @@
-"""Elastic fleets beside fixed splits, simulated (tests/support/fleet_simulation.py) with the router's real policy.
+"""Elastic fleets beside fixed splits, simulated (cli/virtual_fleet/) with the router's real policy.
 
     PYTHONPATH=.:tests/support python bench/elastic_shift.py --nodes 2 8
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from fleet_simulation import BURSTS, Figures, Shift, shift, split
+from fleet_loads import BURSTS, Figures, Shift, shift
+
+from cli.virtual_fleet.fleet import split
 
 
 def splits(nodes: int, seconds: float) -> dict[int, Shift]:

@@ -22,17 +22,19 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import NamedTuple
 
-from fleet_simulation import Simulation, no_moves, split
 from loads import add_load_flags, make_loads
-from simulated_node import H100, H200, Card, Delays, Job
 
 from cli.bench.http_load import percentiles
+from cli.plan.costs import load_costs
+from cli.virtual_fleet.cards import H100, Card, Delays
+from cli.virtual_fleet.fleet import Simulation, no_moves, split
+from cli.virtual_fleet.jobs import Job
 from pdserve.request_cost import ITL_OBJECTIVE, TTFT_OBJECTIVE
 from router.fleet.moves import moves
 from router.fleet.policy import prefix_aware, round_robin
 
 SHARES = ("p50", "p90", "p99")
-CARDS = {"h100": H100, "h200": H200}
+CARDS = {"h100": H100, "h200": load_costs("h200-llama-8b").card()}
 
 
 class Results(NamedTuple):

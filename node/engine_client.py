@@ -78,9 +78,7 @@ class EngineClient:
         self._unreported: list[EventBatch] = []
         self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.on_batch: Callable[[EventBatch], None] = lambda batch: (
-            None
-        )  # called after the other callbacks
+        self.on_batch: Callable[[EventBatch], None] = lambda batch: None  # called after the other callbacks
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
         self.on_read_checked: Callable[[ReadChecked], None] = lambda checked: None  # called for every checked read
         self.on_connected: Callable[[Connected], None] = lambda connection: None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import cycle, pairwise
 
 import pytest
-from fleet_simulation import BURSTS, Figures, Simulation, poisson, shift, split
-from simulated_node import Job
+from fleet_loads import BURSTS, Figures, poisson, shift
 
+from cli.virtual_fleet.fleet import Simulation, split
+from cli.virtual_fleet.jobs import Job
 from pdserve.request_cost import LinearCost
 from router.fleet.policy import Placement
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulated_node import H100
 
+from cli.virtual_fleet.cards import H100
 from pdserve.config.simulated_costs import StepTokens
 from pdserve.request_cost import (
     DELAY_WEIGHT,
