@@ -31,6 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from cli.plan.costs import Costs, Shape, costs_as_toml, rising
 from node.engine_client import EngineClient
 from node.frontend_flags import KVEventOptions
@@ -178,7 +180,10 @@ class Bench:
 
 async def run(args: argparse.Namespace) -> None:
     devices = detect_devices(args.device, args.pp * args.tp)
-    config = resolve(node_options_from(args), devices[0])
+    node_options = node_options_from(args)
+    config = resolve(node_options, devices[0])
+    if config.uncompiled_kernels:  # later starts have FlashInfer
+        config = resolve(msgspec.structs.replace(node_options, attention_backend="flashinfer"), devices[0])
     engine = EngineClient(config, "", RankPlacement(devices), launch_engine(len(devices)), kv_events=args.kv_events)
     publisher = None
     if args.kv_events:

@@ -1,4 +1,4 @@
-"""Costs of a router and of a decode node by the number of nodes; docs/scale.md has the results.
+"""Costs of a router and of a decode node by the number of nodes; docs/numbers.md has the results.
 
     PYTHONPATH=.:tests/support python bench/fleet_scale.py router --nodes 10 100 1000
     PYTHONPATH=.:tests/support python bench/fleet_scale.py choice --nodes 10 100 1000

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel as rpc
@@ -70,6 +71,7 @@ class ManyNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer, pb_grpc.Prefill
             state="ready",
             model=MODEL,
             version="bench",
+            protocol=PROTOCOL_VERSION,
             compat_hash="same",
             runner="simulated",
             kv_layout=_LAYOUT,

@@ -26,6 +26,7 @@ import grpc
 import psutil
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel as rpc
@@ -47,6 +48,7 @@ class ReplayNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
             epoch="1",
             role="decode",
             state="ready",
+            protocol=PROTOCOL_VERSION,
             model=MODEL,
             max_model_len=8192,
             vocab_size=4096,

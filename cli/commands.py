@@ -31,7 +31,6 @@ COMMANDS = {
     "explain": Command("cli.explain", "show the resolved configuration without loading weights"),
     "plan": Command("cli.plan.command", "compute how many prefill and decode nodes a workload needs"),
     "probe": Command("cli.probe", "check the health of a node: exit status 0 if healthy"),
-    "top": Command("cli.top.command", "watch a router and its nodes in a terminal"),
     "weights": Command("cli.weights", "show and change the weights of running nodes"),
     "key": Command("cli.key", "make an API key and its entry for `pdserve router --api-keys FILE`"),
 }

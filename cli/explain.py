@@ -1,4 +1,4 @@
-"""``pdserve explain``: the configuration that a node would run with these flags, without loading weights."""
+"""``pdserve explain``: the configuration of a node with these flags. Of weights it reads the headers only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
+from pdserve.checkpoint.hub_headers import resolve_headers
 from pdserve.config.device import node_devices
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
@@ -43,7 +44,7 @@ def explain(args: argparse.Namespace) -> int:
     """
     options = node_options_from(args)
     devices = node_devices(options, options.num_ranks)
-    config = resolve(options, devices[0])
+    config = resolve(options, devices[0], locate=resolve_headers)
     flags = flag_sources.describe(args)
     warnings = [] if options.simulated else _warnings(config, devices)
     tensors = checked_tensors(config)
@@ -79,7 +80,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         "reasons": list(config.decision.reasons),
         "device": {"kind": config.device.kind, "index": config.device.index, "name": config.device.name},
         "dtype": config.dtype,
-        "load_format": config.load_format,
+        "load_format": config.options.load_format,
         "attention_backend": config.attention_backend,
         "cuda_graphs": config.cuda_graphs,
         "generation_defaults": msgspec.structs.asdict(load_generation_defaults(Path(config.model_dir))),
@@ -116,7 +117,7 @@ def as_text(config: NodeConfig) -> str:
         *_expert_rows(config),
         ("runner", f"{config.decision.runner}: {'; '.join(config.decision.reasons)}"),
         ("device", config.device.name),
-        ("dtype", config.dtype + (", random weights" if config.load_format == "dummy" else "")),
+        ("dtype", config.dtype + (", random weights" if config.random_weights else "")),
         ("weights", f"{weights / 2**30:.2f} GiB in memory"),
         ("attention", config.attention_backend),
         ("graphs", "CUDA graphs for decode steps" if config.cuda_graphs else "none"),

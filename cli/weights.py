@@ -49,7 +49,7 @@ def make_parser() -> CommandParser:
     _add_pause(reload)
     patch = actions.add_parser("patch", help="change some values of the weights, one node after the other")
     _add_nodes(patch)
-    patch.add_argument("--file", required=True, metavar="FILE", help="patch in safetensors format (docs/operate.md)")
+    patch.add_argument("--file", required=True, metavar="FILE", help="patch in safetensors format (docs/weights.md)")
     _add_when(patch)
     _add_pause(patch)
     sleep = actions.add_parser(
@@ -155,7 +155,7 @@ async def _check_speaks(address: str, plain: bool) -> None:
         return
     if answer == _HTTP1:
         problem = f"{address} is no node: it speaks HTTP/1.1, as routers do"
-        raise NodeError(f"{problem}; give the addresses of nodes, which `pdserve top` lists")
+        raise NodeError(f"{problem}; give the addresses of nodes, which the router's /dashboard lists")
     if answer is not None and answer[: len(_TLS_ALERT)] in (_TLS_ALERT, b""):  # gRPC ends connections without TLS
         raise NodeError(f"{address} speaks TLS only; give --grpc-tls DIR, or check that the address is a node's")
 

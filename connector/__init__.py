@@ -27,7 +27,6 @@ from pdserve.weights.sharing import OfferedMemory, WeightPeer
 
 BACK_ENDS = {
     "nixl": "connector.backends.nixl.nixl_connector:NixlConnector",  # one-sided reads, between processes and hosts
-    "local": "connector.backends.local:LocalConnector",  # copies within one process, for tests
     "simulated": "connector.backends.simulated:SimulatedConnector",  # moves nothing, takes the time of a cost model
     "none": "connector.backends.null:NullConnector",  # no peers
 }

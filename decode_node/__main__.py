@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 from decode_node.decode_flags import add_flags
-from node.command import NodeParts, role_parser, run_role
-from pdserve.flags.parser import CommandParser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_role("decode", make_parser(), argv, _load)
-
-
-def make_parser() -> CommandParser:
-    parser = role_parser("pdserve decode", "Produce tokens from KV caches that are read from prefill nodes.")
-    add_flags(parser)
-    return parser
+from node.command import NodeParts, NodeProgram
 
 
 def _load() -> NodeParts:
-    """Import the node's modules, such as gRPC, while its engine imports its own."""
     from decode_node.decode_role import make_role
     from engine.executor.remote_ranks import run_ranks
 
     return NodeParts(make_role, run_ranks)
 
+
+PROGRAM = NodeProgram(
+    role="decode",
+    prog="pdserve decode",
+    summary="Produce tokens from KV caches that are read from prefill nodes.",
+    add_flags=add_flags,
+    load=_load,
+)
+make_parser = PROGRAM.make_parser
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 import grpc
@@ -18,64 +18,51 @@ from node.context import NodeContext
 from node.drain import Drainable, SeveralServices
 from node.leasing.lease_settings import LeaseSettings
 from node.leasing.leasing import LEASING_SERVICE, Leasing
+from node.leasing.prompts import StartPrefill
 from node.reading.peers import KVPeers
 from node.reading.read_settings import ReadSettings
 from node.reading.reading import Reading
+from node.role import PeerRole
 from pdserve.flags.declaration import options_from
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 
 DECODE_SERVICE = "pdserve.v1.DecodeNode"
 
 
-class DecodeRole:
+class DecodeRole(PeerRole):
+    """A node that reads from peers leases them its cached blocks."""
+
     name = "decode"
 
     def __init__(self, settings: DecodeSettings, reading: Reading, leasing: Leasing | None) -> None:
-        """Without ``leasing``, another role of this node leases."""
+        super().__init__(reading, leasing, settings.peer_wait)
         self.uses_connector = reading.reads
         self.hands_off_all = settings.handoff_min_tokens == 0
+        self.services: tuple[str, ...] = (DECODE_SERVICE,) if leasing is None else (DECODE_SERVICE, LEASING_SERVICE)
         self._settings = settings
-        self._reading = reading
-        self._leasing = leasing if reading.reads else None
-        self.leases_cache = self._leasing is not None
-        self.services: tuple[str, ...] = (DECODE_SERVICE, *([LEASING_SERVICE] if self.leases_cache else []))
-        self.peers: KVPeers  # once attached
-        self._metrics: DecodeMetrics
+        self._metrics: DecodeMetrics  # once attached
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         self._metrics = DecodeMetrics(node.config.served_model_name)
         failure_policy = FailurePolicy(self._settings.failure_policy)
         policy = HandoffPolicy(self._metrics, self._settings.handoff_min_tokens, failure_policy)
-        self.peers = self._reading.attach(node)
-        handoffs = Handoffs(node, self.peers, self._metrics, policy)
-        service = DecodeService(node, handoffs)
+        peers = self._reading.attach(node)
+        service = DecodeService(node, Handoffs(node, peers, self._metrics, policy))
         pb_grpc.add_DecodeNodeServicer_to_server(service, server)
         if self._leasing is None:
             return service
-        return SeveralServices(service, self._leasing.attach(node, server, start_prefill=None))
+        return SeveralServices(service, self._leasing.attach(node, server, self._prefills(node, peers)))
 
-    async def connect(self) -> None:
-        await self._reading.connect(self._settings.peer_wait)
-
-    def drop_peers(self, reason: str) -> None:
-        if self._leasing is not None:
-            self._leasing.drop()
-        self._reading.drop(reason)
-
-    def connected_peers(self) -> Sequence[str]:
-        return self._reading.connected_ids()
+    def _prefills(self, node: NodeContext, peers: KVPeers) -> StartPrefill | None:
+        """Return what computes prompts of peers; None: only cached blocks are leased."""
+        return None
 
     def metrics(self) -> Iterable[Metric]:
-        leases = self._leasing.metrics() if self._leasing is not None else ()
-        return chain(self._metrics.collect(), self._reading.metrics(), leases)
-
-    async def close(self) -> None:
-        if self._leasing is not None:
-            self._leasing.close()
-        await self._reading.close()
+        return chain(self._metrics.collect(), super().metrics())
 
 
 def make_role(args: argparse.Namespace) -> DecodeRole:
     settings = options_from(DecodeSettings, args)
     reading = Reading(options_from(ReadSettings, args), settings.prefill)
-    return DecodeRole(settings, reading, Leasing(options_from(LeaseSettings, args)))
+    leasing = Leasing(options_from(LeaseSettings, args)) if reading.reads else None
+    return DecodeRole(settings, reading, leasing)

@@ -21,7 +21,7 @@ class DecodeService(pb_grpc.DecodeNodeServicer):
         self._node = node
         self._handoffs = handoffs
         self._streams: ServedStreams[RouterStream] = ServedStreams(node.violations)
-        self.release_timeout = node.config.peer_timing.answer_timeout
+        self.release_timeout = node.config.options.peer_timing.answer_timeout
 
     async def finish(self) -> None:
         self._streams.drain()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decode_node.request_trace import RequestOutcome, RequestTrace
 from node.engine_client import EngineClient
 from node.load_spans import prefill_attributes
+from node.reading.handoff_executor import HandoffEvent
 from node.request_events import Event, error_of
 from node.stream_writer import StreamWriter
 from pdserve.errors import DeadlineExceeded, PdserveError
@@ -37,8 +38,6 @@ from pdserve.tracing.spans import Span
 
 _LOGPROBS_BYTES = 512 << 10  # most bytes of a prompt's log-probabilities in one output
 _TOP_BYTES = 10  # bytes of one of the most likely tokens in an output
-
-HandoffEvent = Reserved | ReadEnded | ReadChecked
 
 
 class NodeGeneration:
@@ -114,25 +113,23 @@ class NodeGeneration:
         self._abandon_handoff = abandon
         self._submit(Mode.HANDOFF)
 
-    def prefill_request(self, cached_tokens: int, span: Span, kv_layers: int) -> pb.PrefillRequest:
-        """Return the message that has P compute the KV after ``cached_tokens`` tokens, for ``kv_layers`` layers."""
-        request, remaining = self.message, self.remaining
+    def prefill_request(self, span: Span) -> pb.PrefillRequest:
+        """Return the message to P, but for what depends on the KV that this node has and on the connection to P."""
+        request = self.message
+        remaining = self.remaining
         return pb.PrefillRequest(
             request_id=request.request_id,
             token_ids=self.handoff_tokens,
             sampling=sampling_to_pb(self.prefill_sampling),
             cache_salt=request.cache_salt,
             priority=request.priority,
-            skip_tokens=cached_tokens,
             timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
             traceparent=span.traceparent,
             tracestate=span.tracestate,
             client=request.client,
             urgent=bool(self.resume),
-            cached_only=request.pull,
             prefix_node=request.prefix_node,
             prefix_tokens=request.prefix_tokens,
-            kv_layers=kv_layers,
         )
 
     def emit_peer_token(
@@ -188,8 +185,8 @@ class NodeGeneration:
             case Drafted(_, accepted, rejected):
                 self._accepted_drafts += accepted
                 self._rejected_drafts += rejected
-            case Scored(_, found):
-                for part in found.parts(_LOGPROBS_BYTES):
+            case Scored(_, scores):
+                for part in scores.parts(_LOGPROBS_BYTES):
                     self._output(len(part.table)).prompt_logprobs.CopyFrom(prompt_logprobs_to_pb(part))
             case Reserved() | ReadEnded() | ReadChecked():
                 self._on_handoff_event(event)
@@ -241,8 +238,10 @@ class NodeGeneration:
         if handed_off:
             output.handed_off = True
         if self._accepted_drafts or self._rejected_drafts:
-            output.accepted_drafts, self._accepted_drafts = self._accepted_drafts, 0
-            output.rejected_drafts, self._rejected_drafts = self._rejected_drafts, 0
+            output.accepted_drafts = self._accepted_drafts
+            output.rejected_drafts = self._rejected_drafts
+            self._accepted_drafts = 0
+            self._rejected_drafts = 0
         if finish is not None:
             output.finish_reason = finish
             self._choices.remove(choice)

@@ -1,58 +1,48 @@
 """Begins and drives the handoffs of D, this decode node: executes the actions that node/reading/handoff.py decides on.
 
+``Handoffs`` decides who computes a prompt: D, P, or D after a pull (node/reading/pull_driver.py). ``HandoffDriver`` has
+P compute it, and forwards P's tokens.
+
                               ┌─ part announced: read it while P computes the next ─┐
 reserved ─► worth it? ─► prefill at P ─► first tokens ─► last part ─► all read ─► P confirms ─► decode
                │ no          │ refused, broken                      │ a part     │ lease ended
                ▼             ▼                                      ▼ failed     ▼
          prefill on D   ◄────┴──────────────────────────────────────┴────────────┘   (recompute; or an error)
 
-P is the prefill node. In a pull it computes nothing, and its last part may end before the prompt. If P drains before it
-has announced a part or sent first tokens, another P gets the prompt. If all choices end with the tokens that P samples,
-the request is over, and the handoff is abandoned.
+P is the prefill node. If it drains before it has announced a part or sent first tokens, another P gets the prompt. If
+all choices end with the tokens that P samples, the request is over, and the handoff is abandoned.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from math import inf
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
 from decode_node.decode_metrics import DecodeMetrics
-from decode_node.generation import HandoffEvent, NodeGeneration
+from decode_node.generation import NodeGeneration
 from decode_node.handoff_policy import HandoffPolicy
+from decode_node.pulled_generation import PulledGeneration
 from node.context import NodeContext
-from node.load_spans import pull_attributes
-from node.reading.handoff import Event, Handoff, ReadFailed
+from node.reading.handoff import Event, Handoff
 from node.reading.handoff_executor import HandoffExecutor
 from node.reading.peer import KVPeer
 from node.reading.peers import KVPeers
+from node.reading.pull_driver import PullDriver
 from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
-from pdserve.ipc.messages import (
-    Cancel,
-    ComputeBeside,
-    HandoffEnds,
-    KVConfirmed,
-    PrefillLocally,
-    ReadEnded,
-    Reserved,
-    StartRead,
-)
+from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
 from pdserve.logprobs import logprobs_fault
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Sample
-from pdserve.request_cost import NO_PULL
 from pdserve.rpc.protobuf import logprobs_from_pb
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Handoffs:
-    """All handoffs of D."""
+    """All handoffs and pulls of D."""
 
     def __init__(self, node: NodeContext, peers: KVPeers, metrics: DecodeMetrics, policy: HandoffPolicy) -> None:
         self.node = node
@@ -61,7 +51,7 @@ class Handoffs:
         self.policy = policy
 
     def submit(self, generation: NodeGeneration, prefill_node: str) -> None:
-        """Send a request to the engine: with a handoff from the named node, or without."""
+        """Send a request to the engine: with a handoff or pull from the named node, or without."""
         if not prefill_node:
             self.metrics.local_prefills.inc()
         if not prefill_node or not self.policy.choose_handoff(
@@ -77,8 +67,12 @@ class Handoffs:
             else:
                 generation.fail(exc)
             return
-        driver = HandoffDriver(self, generation, peer)
+        driver = self._pull(generation, peer) if generation.message.pull else HandoffDriver(self, generation, peer)
         generation.submit_handoff(driver.on_engine_event, driver.abandon)
+
+    def _pull(self, generation: NodeGeneration, source: KVPeer) -> PullDriver:
+        prompt = PulledGeneration(generation, self.node.engine, self.peers, self.metrics, self.policy)
+        return PullDriver(self.node, self.peers, source, prompt)
 
 
 class HandoffDriver(HandoffExecutor):
@@ -88,45 +82,10 @@ class HandoffDriver(HandoffExecutor):
     """
 
     def __init__(self, handoffs: Handoffs, generation: NodeGeneration, peer: KVPeer) -> None:
-        super().__init__(handoffs.node.engine)
+        super().__init__(handoffs.node, peer, generation.rid)
         self._handoffs = handoffs
         self._generation = generation
-        self._peer = peer
         self._uncached_tokens = 0  # tokens of the handoff whose KV is not on D
-        self._plan = NO_PULL  # plan of a pull with a known number of tokens
-        self._ended = False
-
-    def on_engine_event(self, event: HandoffEvent) -> None:
-        """When blocks are reserved, hand the prompt off, or prefill it on D if too few tokens lack KV."""
-        if not isinstance(event, Reserved):
-            self.on_event(event)
-        elif not self._ended:
-            self._guard(self._start, event.cached_tokens)
-
-    def on_event(self, event: Event) -> None:
-        """Advance the handoff. Events after its end change nothing."""
-        self._guard(self._advance, event)
-
-    def abandon(self) -> None:
-        """End the handoff, and have P free what it holds. Idempotent."""
-        if not self._ended:
-            self._ended = True
-            if self._handoff is not None:
-                self._execute(self._handoff, self._handoff.give_up())
-
-    def _guard(self, step: Callable[[T], None], value: T) -> None:
-        try:
-            try:
-                step(value)
-            except PdserveError as exc:
-                self._fail(exc)
-        except Exception:
-            generation = self._generation
-            _log.exception("the handoff of request %s failed", self._name, extra=generation.trace.log_fields)
-            try:
-                self.abandon()
-            finally:
-                generation.fail(NodeError("the handoff failed; the decode node's log has the reason"))
 
     @property
     def _name(self) -> str | int:
@@ -134,25 +93,16 @@ class HandoffDriver(HandoffExecutor):
         return self._generation.message.request_id or self._generation.rid
 
     def _start(self, cached_tokens: int) -> None:
+        """Hand the prompt off, or prefill it on D if too few tokens lack KV."""
         generation = self._generation
         generation.trace.on_reserved()
         self._uncached_tokens = generation.num_handoff_tokens - cached_tokens
-        if not self._is_worthwhile(cached_tokens):
+        if not self._handoffs.policy.choose_handoff(self._uncached_tokens, generation.sampling.prompt_logprobs):
             self._engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return
         self._handoffs.metrics.handoffs.inc()
         self._prefill_at(self._peer)
-
-    def _is_worthwhile(self, cached_tokens: int) -> bool:
-        """Whether to hand off uncached tokens, or to pull the tokens that the router expects the peer to have."""
-        request, policy = self._generation.message, self._handoffs.policy
-        if request.pull and request.prefix_tokens:
-            expected = min(request.prefix_tokens, self._generation.num_handoff_tokens)
-            plan = self._handoffs.peers.plan_pull(expected - cached_tokens)
-            self._plan = plan or NO_PULL
-            return policy.choose_pull(plan)
-        return policy.choose_handoff(self._uncached_tokens, self._generation.sampling.prompt_logprobs)
 
     def _prefill_at(self, peer: KVPeer) -> None:
         """Raises PdserveError when the prompt cannot be sent."""
@@ -160,39 +110,10 @@ class HandoffDriver(HandoffExecutor):
         self._handoff = None
         self._peer = peer
         generation = self._generation
-        stream = self._stream = peer.stream
-        if stream is None:
-            raise PeerError(f"{peer.address} was lost while the request waited for KV blocks")
-        now = time.monotonic()
+        stream = self._open_stream()
         span = generation.trace.start_handoff(stream.peer.node_id, self._uncached_tokens)
-        plan, present = self._plan, generation.num_handoff_tokens - self._uncached_tokens
-        if generation.message.pull:
-            span.set(pull_attributes(self._handoffs.peers.costs, self._uncached_tokens, plan if plan.loaded else None))
-        if plan.computed:
-            present += plan.computed
-            self._engine.send(ComputeBeside(generation.rid, present))
-        num_layers = self._handoffs.node.config.kv_layers_with(stream.peer.other_drafts)
-        request = generation.prefill_request(present, span, num_layers)
-        number = stream.prefill(request, self.on_event)
-        self._handoff = Handoff(
-            generation.rid,
-            number,
-            generation.num_handoff_tokens,
-            peer=stream.peer,
-            timing=self._handoffs.node.config.peer_timing,
-            sent_at=now,
-            pull=generation.message.pull,
-            due=now + self._patience,
-        )
-        self._wake_at(self._handoff.wake_at)
-        if generation.message.pull and not plan.computed:  # the answer comes at once
-            self._engine.send(HandoffEnds(generation.rid, 0.0))
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for a pull of a known number of tokens; a handoff has no limit."""
-        bounded = self._generation.message.pull and self._generation.message.prefix_tokens
-        return self._handoffs.peers.pull_deadline(self._uncached_tokens) if bounded else inf
+        num_tokens = generation.num_handoff_tokens
+        self._begin(generation.prefill_request(span), num_tokens - self._uncached_tokens, num_tokens)
 
     def _advance(self, event: Event) -> None:
         handoff = self._handoff
@@ -209,43 +130,31 @@ class HandoffDriver(HandoffExecutor):
                     self._emit_first_tokens(handoff, event.first_tokens)
                 case pb.PrefillEvent() if event.HasField("next_token"):
                     self._emit_next_token(handoff, event.next_token)
-        self._execute(handoff, handoff.on(event, time.monotonic()))
+        super()._advance(event)
 
     def _start_read(self, order: StartRead) -> None:
         self._generation.trace.on_read_started()
         super()._start_read(order)
 
     def _confirm(self, confirmed: KVConfirmed) -> None:
+        self._ended = True
         waited = time.monotonic() - self._generation.waits_since
         self._engine.send(msgspec.structs.replace(confirmed, waited=waited))
-        self._ended = True
-        if self._generation.message.pull:
-            peers = self._handoffs.peers
-            present = self._generation.num_handoff_tokens - self._uncached_tokens + self._plan.computed
-            num_tokens = confirmed.num_tokens - present
-            peers.metrics.count_pull(num_tokens, peers.costs, self._seconds, computed=self._plan.computed)
-            self._generation.trace.on_pulled(num_tokens)
         self._generation.trace.on_confirmed()
 
     def _fail(self, error: PdserveError) -> None:
         """Try another P if this one drains and has sent nothing yet; else apply the failure policy."""
-        if self._ended:
-            return
-        handoffs, generation = self._handoffs, self._generation
+        handoffs = self._handoffs
+        generation = self._generation
         generation.trace.on_handoff_failed(error)
         begun = self._handoff is not None and (self._handoff.announced or self._handoff.outputs)
-        pull = generation.message.pull  # another P does not have these blocks
-        if isinstance(error, Draining) and not (begun or pull) and (other := handoffs.peers.other()) is not None:
+        if isinstance(error, Draining) and not begun and (other := handoffs.peers.other()) is not None:
             generation.trace.restart()
             self._guard(self._prefill_at, other)
             return
         self.abandon()
-        handoffs.peers.metrics.count_failed_pull(error, self._seconds if pull else 0.0)
-        if isinstance(error, ReadFailed):
-            self._peer.reset(str(error))
-        elif isinstance(error, PeerError):
-            self._peer.check()
-        if not handoffs.policy.recompute_after(error, self._uncached_tokens, pull=pull):
+        self._check_peer(error)
+        if not handoffs.policy.recompute_after(error, self._uncached_tokens):
             # Other errors between nodes are not the client's fault.
             passed_on = isinstance(error, Overloaded | PrefillCrashed)
             generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
@@ -257,8 +166,17 @@ class HandoffDriver(HandoffExecutor):
         outputs = self._handoff.outputs if self._handoff is not None else ()
         self._engine.send(PrefillLocally(generation.rid, outputs))
 
+    def _on_exception(self, error: Exception) -> None:
+        generation = self._generation
+        _log.exception("the handoff of request %s failed", self._name, extra=generation.trace.log_fields)
+        try:
+            self.abandon()
+        finally:
+            generation.fail(NodeError("the handoff failed; the decode node's log has the reason"))
+
     def _emit_first_tokens(self, handoff: Handoff, tokens: pb.FirstTokens) -> None:
-        generation, model = self._generation, self._handoffs.node.config.model
+        generation = self._generation
+        model = self._node.config.model
         first = self._samples(tokens.choices, generation.prefill_sampling.n)
         handoff.add_first_tokens([sample.token_id for sample in first])
         generation.trace.on_first_tokens(tokens.queued_ms / 1000)
@@ -276,7 +194,8 @@ class HandoffDriver(HandoffExecutor):
 
     def _emit_next_token(self, handoff: Handoff, token: pb.SampledToken) -> None:
         """Emit a token that P decoded ahead while D reads the KV."""
-        generation, model = self._generation, self._handoffs.node.config.model
+        generation = self._generation
+        model = self._node.config.model
         (sample,) = self._samples([token], 1)
         number = handoff.add_next_token(sample.token_id, generation.prefill_sampling.max_tokens)
         self._handoffs.metrics.ahead_tokens.inc()
@@ -285,7 +204,8 @@ class HandoffDriver(HandoffExecutor):
 
     def _samples(self, tokens: Sequence[pb.SampledToken], n: int) -> tuple[Sample, ...]:
         """Convert tokens of P. Raises PeerError unless there are ``n``, all within the vocabulary, as asked for."""
-        peer, vocab_size = self._peer.address, self._handoffs.node.config.model.vocab_size
+        peer = self._peer.address
+        vocab_size = self._node.config.model.vocab_size
         if len(tokens) != n:
             raise PeerError(f"{peer} sent the first tokens of {len(tokens)} choices instead of {n}")
         largest = max(token.token_id for token in tokens)

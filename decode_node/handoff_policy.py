@@ -5,7 +5,7 @@ from __future__ import annotations
 from decode_node.decode_flags import FailurePolicy
 from decode_node.decode_metrics import DecodeMetrics
 from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
-from pdserve.request_cost import LoadPlan, worth_handoff
+from pdserve.request_cost import worth_handoff
 
 
 class HandoffPolicy:
@@ -21,11 +21,6 @@ class HandoffPolicy:
         if not worth:
             self._metrics.local_prefills.inc()
         return worth
-
-    def choose_pull(self, plan: LoadPlan | None) -> bool:
-        """Return whether there is a plan to pull; if not, D computes the prompt: count a local prefill."""
-        self._metrics.local_prefills.inc(plan is None)
-        return plan is not None
 
     def recompute_after(self, error: PdserveError, uncached_tokens: int, *, pull: bool = False) -> bool:
         """Count a failed or refused handoff; return whether to prefill its prompt on D: always, after a pull."""

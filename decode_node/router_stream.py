@@ -75,7 +75,8 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
 
     def _take_resumed(self, request: int) -> Iterable[pb.ResumedChoice]:
         """Return the choices that came before the request."""
-        kept, self._resumed = self._resumed, pb.ResumedChoices()
+        kept = self._resumed
+        self._resumed = pb.ResumedChoices()
         return kept.choices if kept.request == request else ()
 
     def _generate(self, message: pb.Generate) -> None:

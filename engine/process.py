@@ -39,7 +39,6 @@ from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.scheduler.step_builder import FULL_STEP, TILE
 from engine.tiers.build import build_tiers
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import EAGLE3, LOOKUP, MTP
@@ -96,7 +95,7 @@ def _serve(channel: Channel, heartbeats: socket.socket, launched: Sequence[Launc
     gc.collect()
     gc.freeze()
     channel.send(ready)
-    timeout, send = configure.config.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
+    timeout, send = configure.config.options.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
     HeartbeatSender(
         engine.loop_timer, send, timeout, ranks.monitors, ranks.waiting_for, num_taken=lambda: channel.num_received
     ).start()
@@ -129,35 +128,24 @@ _DRAFT_SOURCES: dict[str, type[PromptLookup | ModelDrafts]] = {
 
 
 def _draft_options(config: NodeConfig) -> DraftOptions:
-    most, always = config.max_drafts, config.always_draft
-    if config.costs is None and config.synthetic_acceptance is not None:
-        rate = acceptance_rate(config.synthetic_acceptance, most)
+    most, always = config.max_drafts, config.options.always_draft
+    if config.costs is None and config.options.synthetic_acceptance is not None:
+        rate = acceptance_rate(config.options.synthetic_acceptance, most)
         return DraftOptions(most, SyntheticDrafts, always, rate)
     return DraftOptions(most, _DRAFT_SOURCES.get(config.speculate), always)
 
 
 def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
     """Return the scheduler of a node with these ranks. ``agent`` is the connector's name; empty for none."""
-    layout = ranks.kv_layout
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
     measures = config.itl_target is None and config.device.kind == "cuda" and config.parallel.pp == 1
     return Scheduler(
-        SchedulerConfig(
-            num_blocks=layout.num_blocks,
-            block_size=layout.block_size,
-            num_state_slots=0 if ranks.state_layout is None else ranks.state_layout.num_slots,
-            groups=layout.groups,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            full_step=FULL_STEP[config.device.kind],
-            tile=TILE[config.device.kind],
+        SchedulerConfig.of_node(
+            config,
+            ranks.kv_layout,
+            ranks.state_layout,
             drafts=_draft_options(config),
-            max_waiting=config.max_waiting,
-            itl_target=config.itl_target,
             idle_step=measure_idle_step(ranks) if measures else 0.0,
-            stages=config.parallel.pp,
-            vocab_size=config.model.vocab_size,
-            eos_token_ids=config.model.eos_token_ids,
         ),
         connector=_connector_factory(config, ranks, agent),
         grammars=grammars,
@@ -169,7 +157,7 @@ def _connector_factory(config: NodeConfig, ranks: Ranks, agent: str) -> Connecto
     def make(parts: CacheParts) -> KVConnectorScheduler:
         peers, layers = PeerKV(), config.model.num_kv_layers
         if agent:
-            peers = ConnectedPeers(parts, checksum=config.kv_checksum, num_layers=layers)
+            peers = ConnectedPeers(parts, checksum=config.options.checks_kv, num_layers=layers)
         return KVConnectorScheduler(parts, peers, build_tiers(parts, config, ranks.kv_layout, ranks.state_layout))
 
     return make

@@ -1,15 +1,18 @@
-"""The command line of a node: parse flags, start the engine process, then run the node or this host's ranks of one.
+"""The program of every node: parse flags, start the engine process, then run the node or this host's ranks of one.
+
+``NodeProgram`` is given the parts that only P, only D or nodes of both roles have: their flags and their role.
 
     frontend   flags │ gRPC, configuration, port … │ listens ──────────► waits ──► serves
                      └► engine process: its imports, torch ─ Configure ─► loads ─┘
 
-Imports take seconds. So this module imports the modules for flags, and the rest after the start of the engine process.
+Imports take seconds. So the programs import the modules for flags, and the rest after the start of the engine process.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from node.frontend_flags import FrontendOptions
@@ -23,7 +26,7 @@ from pdserve.logs import setup_logging
 from pdserve.process import EXIT_FAILED, StatusWriter, exit_status, run_command, watch_lifeline
 
 if TYPE_CHECKING:
-    from node.context import Role
+    from node.context import Role  # imports gRPC
 
 
 class NodeParts(NamedTuple):
@@ -41,33 +44,45 @@ def role_parser(prog: str, description: str) -> CommandParser:
     return parser
 
 
-def run_role(
-    name: str, parser: argparse.ArgumentParser, argv: Sequence[str] | None, load: Callable[[], NodeParts]
-) -> int:
-    """Run a node of role ``name``, or this host's ranks of it, until it is stopped; return the exit status.
+@dataclass(frozen=True)
+class NodeProgram:
+    """The program of one role."""
 
-    ``load`` imports the parts, once the engine process has been started.
-    """
+    role: str  # name in logs
+    prog: str  # name in help
+    summary: str
+    add_flags: Callable[[argparse.ArgumentParser], None]  # flags that only this role has
+    load: Callable[[], NodeParts]  # imports gRPC and more; called once the engine process has started
 
-    def command() -> int:
-        args = parser.parse_args(argv)
-        frontend, options = options_from(FrontendOptions, args), node_options_from(args)
+    def make_parser(self) -> CommandParser:
+        parser = role_parser(self.prog, self.summary)
+        self.add_flags(parser)
+        return parser
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run a node, or this host's ranks of it, until it is stopped; return the exit status."""
+        return run_command(lambda: self._run(argv))
+
+    def _run(self, argv: Sequence[str] | None) -> int:
+        args = self.make_parser().parse_args(argv)
+        frontend = options_from(FrontendOptions, args)
+        options = node_options_from(args)
         local = local_ranks_from(args, options.num_ranks)
-        setup_logging(name, frontend.log_format, frontend.log_level)
+        setup_logging(self.role, frontend.log_format, frontend.log_level)
         watch_lifeline(frontend.lifeline_fd)
         status = StatusWriter(frontend.status_fd)
         if not options.simulated and not status.has_reader:  # pdserve up says it for all of its nodes
             warn_of_missing_bytecode()
         try:
             if not local.has_leader:
-                return load().run_ranks(options, local, status)
+                return self.load().run_ranks(options, local, status)
             with launched_engine(0 if options.simulated else len(local.ranks)) as engine:
-                make_role = load().make_role
+                role = self.load().make_role(args)
                 import uvloop
 
                 from node.serving import serve  # imports gRPC
 
-                uvloop.run(serve(make_role(args), options, local, frontend, status, engine))
+                uvloop.run(serve(role, options, local, frontend, status, engine))
         except Exception as exc:
             status.failed(exc)
             if exit_status(exc) == EXIT_FAILED and not options.simulated:
@@ -76,5 +91,3 @@ def run_role(
                 forget_success()
             raise
         return 0
-
-    return run_command(command)

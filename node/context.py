@@ -79,7 +79,10 @@ class Role(Protocol):
     services: tuple[str, ...]  # full names of its gRPC services
     uses_connector: bool
     hands_off_all: bool  # prompts of any length
-    leases_cache: bool  # other nodes may read its prefix cache
+
+    @property
+    def leases_cache(self) -> bool:
+        """Whether other nodes may read its prefix cache."""
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         """Register servicers at ``server`` and callbacks at ``node.engine``, before the engine starts.

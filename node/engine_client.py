@@ -68,7 +68,7 @@ class EngineClient:
         self._must_run = False
         self.closed: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
         self.status = Status()
-        self.monitor = HeartbeatMonitor(config.peer_timing.answer_timeout)
+        self.monitor = HeartbeatMonitor(config.options.peer_timing.answer_timeout)
         self.kv_layout = config.kv_layout  # an estimate until the engine is ready, if it measures memory
         self.decision = config.decision  # provisional until ranks on other hosts have joined
         self.ranks: tuple[RankKV, ...] = ()

@@ -32,6 +32,7 @@ from node.service import NODE_SERVICE, NodeService, add_node_service, describe
 from node.weights.changes import CHANGES_SERVICE, Power, WeightChanges, WeightChangesService, WeightOrder
 from node.weights.peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from pdserve.checkpoint.file_states import check_same_files
+from pdserve.config.background_compile import compiling_beside
 from pdserve.config.config_with_weights import host_digests, with_host_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
@@ -120,7 +121,8 @@ class Node:
         _log.info("ready for gRPC on %s: %s, %s", self._address, name, self._describe_cache())
         if not self._status.has_reader:  # a user started the node, and may try curl next
             _log.info("%s", self._describe_http())
-        await self._unless(signals.stop, self._serve(drain_timeout))
+        with compiling_beside(self._context.config):
+            await self._unless(signals.stop, self._serve(drain_timeout))
         await self._enter(State.DRAINING)
         _log.info("draining for %g s at most; a second signal ends this node at once", drain_timeout)
         if not await self._unless(signals.hurry, self._drain(drain_timeout, "the node shuts down")):
@@ -181,7 +183,7 @@ class Node:
         """
         self._begin_engine()
         stop = threading.Event()
-        peer = None if config.load_from == "disk" else await find_weights(self._context, config)
+        peer = None if config.options.load_from == "disk" else await find_weights(self._context, config)
         digests = asyncio.to_thread(host_digests, config, self._engine.local_ranks, stop)
         try:
             ready, here = await asyncio.gather(self._engine.start(config, peer), digests)

@@ -55,7 +55,7 @@ async def serve(
         task = f"task {config.pooling.task}: a node of role {role.name} generates"
         raise ConfigError(f"{task}, prefill nodes alone serve this model; start `pdserve prefill`")
     limit = request_limit(config.max_model_len)
-    server = grpc.aio.server(options=rpc.server_options(config.peer_timing, limit))
+    server = grpc.aio.server(options=rpc.server_options(config.options.peer_timing, limit))
     address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
     for choice in config.choices:
         _log.info("%s", choice)

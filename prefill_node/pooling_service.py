@@ -109,7 +109,8 @@ class PoolingService(pb_grpc.PoolingNodeServicer):
 
     def _check(self, request: pb.PoolRequest) -> None:
         check_message(request)
-        config, size = self._node.config, self._config.size
+        config = self._node.config
+        size = self._config.size
         for prompt in request.prompts:
             check_request(prompt, _ONE_STEP, config, max_tokens=0)
         if not request.prompts:

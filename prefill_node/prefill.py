@@ -16,7 +16,7 @@ from collections.abc import Callable
 from node.leasing.leases import LeaseId, LeaseState
 from node.leasing.prompt_trace import PromptTrace
 from node.leasing.prompts import LeasedPrompt, LeasedPrompts
-from node.reading.prefix_pull import PrefixPull
+from node.reading.pull_driver import PullDriver
 from node.request_events import Event
 from pdserve.errors import EngineCrashed, PdserveError
 from pdserve.ipc.messages import (
@@ -47,10 +47,10 @@ class Prefill(LeasedPrompt):
         self._prefilled = Prefilled(self.rid, 0, 0.0)
         self._decodes_ahead = True  # decode-ahead runs or will run, until the engine reports its end
         self._deferred: Callable[[], None] | None = None  # runs once the step in flight has ended
-        self._pull: PrefixPull | None = None
+        self._pull: PullDriver | None = None
 
     def submit(
-        self, request: pb.PrefillRequest, sampling: SamplingParams, *, decode_ahead: int, pull: PrefixPull | None
+        self, request: pb.PrefillRequest, sampling: SamplingParams, *, decode_ahead: int, pull: PullDriver | None
     ) -> None:
         """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first.
 
@@ -139,7 +139,8 @@ class Prefill(LeasedPrompt):
     # ------------------------------------------------------------ helpers
 
     def _run_deferred(self) -> None:
-        action, self._deferred = self._deferred, None
+        action = self._deferred
+        self._deferred = None
         if action is not None:
             self._stop_timer()
             action()

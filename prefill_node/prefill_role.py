@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable
 
 import grpc
-from prometheus_client.metrics_core import Metric
 
 from node.context import NodeContext
 from node.drain import Drainable
@@ -17,28 +15,30 @@ from node.leasing.leasing import LEASING_SERVICE, Leasing
 from node.leasing.prompt_trace import PromptTrace
 from node.leasing.prompts import LeasedPrompts
 from node.reading.peers import KVPeers
-from node.reading.prefix_pull import PrefixPull
+from node.reading.pull_driver import PullDriver
 from node.reading.read_settings import ReadSettings
 from node.reading.reading import Reading
+from node.role import PeerRole
 from pdserve.flags.declaration import options_from
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.sampling_params import SamplingParams
 from prefill_node.prefill import Prefill
 from prefill_node.prefill_flags import PrefillSettings
+from prefill_node.pulled_prefix import PulledPrefix
 
 
-class PrefillRole:
+class PrefillRole(PeerRole):
+    """It waits for no peer when it starts: decode nodes connect to this node."""
+
     name = "prefill"
     services: tuple[str, ...] = (LEASING_SERVICE, "pdserve.v1.PoolingNode")
     uses_connector = True
     hands_off_all = False
-    leases_cache = True
 
     def __init__(self, settings: PrefillSettings, reading: Reading, leasing: Leasing) -> None:
+        super().__init__(reading, leasing)
         self._settings = settings
-        self._reading = reading
-        self._leasing = leasing
 
     def attach(self, node: NodeContext, server: grpc.aio.Server) -> Drainable:
         if node.config.pooling is not None:
@@ -48,25 +48,8 @@ class PrefillRole:
             pb_grpc.add_PoolingNodeServicer_to_server(pooling, server)
             return pooling
         prefills = Prefills(node, self._reading.attach(node), self._settings.decode_ahead)
+        assert self._leasing is not None, "a prefill node leases"
         return self._leasing.attach(node, server, prefills.start)
-
-    async def connect(self) -> None:
-        """Connect to nodes whose cache may be read, and wait for none: decode nodes connect to this node."""
-        await self._reading.connect(0.0)
-
-    def drop_peers(self, reason: str) -> None:
-        self._leasing.drop()
-        self._reading.drop(reason)
-
-    def connected_peers(self) -> Sequence[str]:
-        return self._reading.connected_ids()
-
-    def metrics(self) -> Iterable[Metric]:
-        return chain(self._leasing.metrics(), self._reading.metrics())
-
-    async def close(self) -> None:
-        self._leasing.close()
-        await self._reading.close()
 
 
 class Prefills:
@@ -92,7 +75,7 @@ class Prefills:
         pull = self._pull(request, sampling, prefill) if request.prefix_node else None
         prefill.submit(request, sampling, decode_ahead=self._decode_ahead, pull=pull)
 
-    def _pull(self, request: pb.PrefillRequest, sampling: SamplingParams, prefill: Prefill) -> PrefixPull | None:
+    def _pull(self, request: pb.PrefillRequest, sampling: SamplingParams, prefill: Prefill) -> PullDriver | None:
         """Return the pull of a prefix; None without a connection to its source, or if the prompt has several choices.
 
         With several choices, a pull may leave no slot for the recurrent state from which they continue.
@@ -100,7 +83,8 @@ class Prefills:
         peer = self._peers.find(request.prefix_node)
         if peer is None or sampling.n > 1:
             return None
-        return PrefixPull(self._node, self._peers, peer, request, prefill.rid, prefill.trace.span)
+        prompt = PulledPrefix(request, prefill.rid, prefill.trace.span, self._node.engine, self._peers)
+        return PullDriver(self._node, self._peers, peer, prompt)
 
 
 def make_role(args: argparse.Namespace) -> PrefillRole:

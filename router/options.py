@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from pdserve.config.resolve import model_name
+from pdserve.config.node_options import model_name
 from pdserve.discovery.sources import ADDRESS_FORMS, check_source
 from pdserve.errors import ConfigError
 from pdserve.flags.declaration import Flag, add_flags, options_from
@@ -171,7 +171,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
             repeatable=True,
         ),
     ] = ()
-    dashboard: Annotated[bool, Flag("no /dashboard, no `pdserve top`, and no response headers that name nodes")] = True
+    dashboard: Annotated[bool, Flag("no /dashboard, and no response headers that name nodes")] = True
     chat_page: Annotated[bool, Flag("no chat page at /")] = True
     log_requests: Annotated[bool, Flag("log each request with the name of its API key")] = False
     log_format: Annotated[str, LOG_FORMAT] = "text"

@@ -53,6 +53,7 @@ class ServedModel:
         self.root = root
         self.tokenizer = tokenizer
         self.fleet = fleet
+        self.options = options
         trusted = options.trust_request_chat_template
         self.mover = StreamMover(fleet)
         self.encoder = PromptEncoder(tokenizer, lambda: fleet.limits().max_model_len, trusted)

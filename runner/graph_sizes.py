@@ -92,7 +92,7 @@ class GraphSizes:
         mixed: tuple[tuple[int, int], ...] = () if config.model.state is not None else _MIXED
         if mixed and _fa3_attends_in_graphs(config):
             mixed += _LARGE_MIXED
-        return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
+        return cls.within(config.options.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
 
     @classmethod
     def within(

@@ -80,7 +80,7 @@ class SimulatedRunner:
         self._vocabulary = SimulatedVocabulary(range(config.model.vocab_size), config.model.eos_token_ids)
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
-        self._acceptance = acceptance_rate(config.synthetic_acceptance or 1.0, config.max_drafts)
+        self._acceptance = acceptance_rate(config.options.synthetic_acceptance or 1.0, config.max_drafts)
         self._crashing: set[int] = set()  # sequences with the token of --sim-crash-token
         self._busy_until = 0.0
         loaded = simulated_digest(Path(config.model_dir))
@@ -143,7 +143,7 @@ class SimulatedRunner:
 
     def _crash_on_order(self, plan: StepPlan) -> None:
         """Raise RuntimeError for a sequence with the token of ``--sim-crash-token``, in its prompt or output."""
-        token = self._config.sim_crash_token
+        token = self._config.options.sim_crash_token
         if token is None:
             return
         self._crashing.update(new.seq for new in plan.new if token in new.tokens(0, new.num_tokens))
@@ -164,7 +164,7 @@ class SimulatedRunner:
             return ()
         sequence = self._sequences[item.seq]
         samples = sequence.sample(item, vocabulary or self._vocabulary, self._weights)
-        if samples[0][0] == self._config.sim_crash_token:
+        if samples[0][0] == self._config.options.sim_crash_token:
             self._crashing.add(item.seq)
         return samples
 

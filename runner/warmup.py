@@ -61,13 +61,14 @@ def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
     longest = min(config.max_batch_tokens, config.max_model_len - _more(config))
     whole, rest = divmod(config.max_batch_tokens, longest)
     lengths = [longest] * whole + ([rest] if rest else [])
-    run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY)
-    run_prompts(runner, config, [config.max_batch_tokens // config.max_num_seqs] * config.max_num_seqs, DEMANDING)
+    run_prompts(runner, config, lengths[: config.options.max_num_seqs], GREEDY)
+    most = config.options.max_num_seqs
+    run_prompts(runner, config, [config.max_batch_tokens // most] * most, DEMANDING)
 
 
 def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
     """Run one request and a few, greedy and demanding: shapes that kernels may be compiled for separately."""
-    few = min(3, config.max_num_seqs)
+    few = min(3, config.options.max_num_seqs)
     for sampling in (GREEDY, DEMANDING):
         run_prompts(runner, config, [1], sampling)
         run_prompts(runner, config, [config.kv_layout.block_size + 1], sampling)
@@ -86,7 +87,7 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
     for others in (1, 4):
         most = min(config.max_batch_tokens - others, config.max_model_len - _more(config))
         for chunk in sorted({min(chunk, most) for chunk in (_FEW, *chunks) if chunk == _FEW or chunk > in_graphs}):
-            if chunk > 1 and others < config.max_num_seqs:
+            if chunk > 1 and others < config.options.max_num_seqs:
                 _run_beside(runner, config, others, chunk)
 
 
@@ -118,7 +119,7 @@ def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
         *range(GraphSizes.of_node(config).most_mixed_tokens + 8, 2048, 8),
         *range(2048, config.max_batch_tokens + 1, 128),
     ]
-    samples = range(1, config.max_num_seqs * (1 + config.max_drafts) + 1)
+    samples = range(1, config.options.max_num_seqs * (1 + config.max_drafts) + 1)
     return [size for size in tokens if size <= config.max_batch_tokens], list(samples)
 
 
@@ -144,7 +145,7 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
         drafts = tuple(Drafts(seq, (0,) * num_drafts) for seq in seqs)
         plan = StepPlan(-1, scheduled=drafted, num_decodes=len(seqs), drafts=drafts, drafts_ahead=ahead)
         runner.launch(plan).result()
-    digests = (DigestOrder((0,), 1, state_slots=(0,) if has_states else ()),) if config.kv_checksum else ()
+    digests = (DigestOrder((0,), 1, state_slots=(0,) if has_states else ()),) if config.options.checks_kv else ()
     copies = ((0, 1),) if has_states else ()
     runner.launch(StepPlan(-1, finished=tuple(seqs), digests=digests, state_copies=copies)).result()
     for order in digests:

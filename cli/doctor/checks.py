@@ -21,6 +21,7 @@ from pdserve.bytecode import torch_bytecode
 from pdserve.checkpoint.hub import is_hub_id, resolve_model
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
+from pdserve.config.flashinfer_hosts import compiler_problem, describe_missing
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.errors import CheckpointError
@@ -83,6 +84,13 @@ def check_runner(resolved: Callable[[], NodeConfig]) -> Finding:
     if decision.fallback and config.device.kind == "cuda":
         return warn(text, "V2 is this model's default on a GPU; remove what keeps it from running")
     return ok(text)
+
+
+def check_attention(config: NodeConfig) -> Finding:
+    """Check whether the first start on this machine lacks FlashInfer's kernels."""
+    if config.flashinfer_problem:
+        return note(*describe_missing(compiler_problem()))
+    return ok(config.attention_backend)
 
 
 def check_variables(parser: ArgumentParser) -> Finding:

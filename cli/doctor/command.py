@@ -26,13 +26,13 @@ from cli.doctor import checks
 from cli.doctor.findings import Finding, Level, fail, ok, run_check, warn
 from node.frontend_flags import FrontendOptions
 from pdserve import __version__
-from pdserve.config.compatibility import common_protocol, compat_hash, describe_window
+from pdserve.config.compatibility import PROTOCOL_VERSION, compat_hash, describe_protocol
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
-from pdserve.config.resolve import kv_connector_of, resolve
+from pdserve.config.resolve import resolve
 from pdserve.config.room import check_memory
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.tensor_check import checked_tensors
@@ -139,6 +139,8 @@ def _findings(
         yield run_check("bytecode", checks.check_bytecode)
     if config is not None:
         yield run_check("runner", checks.check_runner, lambda: resolve(without_weights, devices[0]))
+        if on_gpu:
+            yield run_check("attention", checks.check_attention, config)
         yield run_check("tokenizer", _check_tokenizer, config)
         if not options.simulated:
             yield run_check("tensors", lambda: ok(str(checked_tensors(config))))
@@ -147,7 +149,7 @@ def _findings(
     yield run_check("shm", checks.check_shared_memory, ranks, on_gpu)
     if not options.simulated:
         yield run_check("memlock", checks.check_locked_memory, options, required, on_gpu)
-    back_end = kv_connector_of(options)
+    back_end = options.connector
     if back_end == "nixl":
         yield run_check("ucx ports", checks.check_ucx_ports, ranks, frontend.host)
         yield from _check_nixl(required, on_gpu)
@@ -246,8 +248,8 @@ def _check_peer(address: str, options: NodeOptions, config: NodeConfig | None) -
         return fail(f"{address} does not answer: {rpc_reason(exc)}", remedy)
     if peer.role != "prefill":
         return fail(f"{address} is a {peer.role} node", "give --prefill the address of a prefill node")
-    if common_protocol(peer.protocol) is None:
-        return fail(f"{address} runs pdserve {peer.version}, this is {__version__}", describe_window(peer.protocol))
+    if peer.protocol != PROTOCOL_VERSION:
+        return fail(f"{address} runs pdserve {peer.version}, this is {__version__}", describe_protocol(peer.protocol))
     if config is not None and peer.compat_hash not in ("", compat_hash(config.compat_fields)):
         return fail(
             f"{address} cannot exchange KV with this configuration", "give both nodes the same checkpoint and flags"

@@ -21,8 +21,7 @@ from cli.up.restarts import Restarts
 from cli.up.supervisor import Child, Died, Printed, Supervisor
 from node.frontend_flags import FrontendOptions
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
-from pdserve.config.node_options import node_options_from, node_words
-from pdserve.config.resolve import model_name
+from pdserve.config.node_options import model_name, node_options_from, node_words
 from pdserve.errors import ConfigError
 from pdserve.flags.declaration import options_from, words_of
 from pdserve.flags.parser import CommandParser

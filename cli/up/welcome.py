@@ -44,6 +44,10 @@ def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: Rout
         watch = f"Chat: {url} in a browser, or {command_name()} chat {url} in a terminal\n{watch}"
     if config.pooling is None:
         watch += sampling_line(Path(config.model_dir), router)
+    if config.uncompiled_kernels:
+        watch += (
+            "Attention is Triton's: FlashInfer is compiled meanwhile, for 1 to 3 minutes, and the next start uses it.\n"
+        )
     return (
         f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it).\n{watch}\n{node_table(nodes)}\nTry:\n\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"

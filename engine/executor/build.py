@@ -17,12 +17,13 @@ from engine.channel import Channel, ChannelClosed
 from engine.executor.aggregator import OutputAggregator
 from engine.executor.executor import Executor
 from engine.executor.rank import Rank, Ranks
-from engine.executor.rank_messages import Assign, RankReady
+from engine.executor.rank_messages import Assign, Hello, RankReady
 from engine.executor.rank_processes import Failure, LaunchedRank, RankChannel, RankProcesses
 from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
 from pdserve.checkpoint.file_states import check_same_files
-from pdserve.config.host_kv import host_room
+from pdserve.config.flashinfer_hosts import without_flashinfer
 from pdserve.config.node_config import NodeConfig
+from pdserve.config.resolution.host_kv import host_room
 from pdserve.config.triton_hosts import without_triton
 from pdserve.errors import CapacityError
 from pdserve.ipc.frames import framed
@@ -61,25 +62,25 @@ def build_rank(
     progress("importing libraries", -1.0)
     nixl = None
     if config.device.kind == "cuda" and _uses_nixl(config, agent):
-        nixl = connector.start_early(config.device.index, config.peer_timing)
-    back_end = connector.load(config.kv_connector if agent else "none")  # an unknown one fails before weights load
-    reader = None if peer is None else connector.weight_reader(peer, config.peer_timing)
+        nixl = connector.start_early(config.device.index, config.options.peer_timing)
+    back_end = connector.load(config.options.connector if agent else "none")  # an unknown one fails before weights load
+    reader = None if peer is None else connector.weight_reader(peer, config.options.peer_timing)
     runner.prepare(config)
     if nixl is not None:
         nixl.join()
     model_runner = runner.build(config, progress, rendezvous, reader)
     progress("registering KV cache", -1.0)
     states = _rank_states(config, model_runner)
-    setup = ConnectorSetup(agent, config.peer_timing, config.shares, config.rank, config.costs, states)
+    setup = ConnectorSetup(agent, config.options.peer_timing, config.shares, config.rank, config.costs, states)
     kv_connector = back_end(setup)
     kv = kv_connector.register(model_runner.kv_region, model_runner.kv_layout, on_events)
     host_memory = disk = None
-    if config.host_kv_memory:
+    if config.options.host_kv_memory:
         layout = model_runner.kv_layout
         room = host_room(config, layout, model_runner.state_layout)
         host_memory = connector.host_memory(room, model_runner.kv_region, layout, setup, on_events)
-        if config.disk_kv:
-            disk = connector.disk_kv(config.disk_kv, config.disk_kv_size, host_memory, layout, setup, on_events)
+        if config.options.disk_kv_size is not None:
+            disk = connector.disk_kv(config.disk_kv, config.options.disk_kv_size, host_memory, layout, setup, on_events)
     return Rank(model_runner, kv_connector, _offer_weights(config, model_runner), host_memory, disk), kv
 
 
@@ -90,12 +91,12 @@ def _rank_states(config: NodeConfig, model_runner: ModelRunner) -> RankStates | 
 
 def _uses_nixl(config: NodeConfig, agent: str) -> bool:
     """Whether KV caches or weights are read over NIXL, here or by peers."""
-    return config.load_from != "disk" or (bool(agent) and config.kv_connector == "nixl")
+    return config.options.load_from != "disk" or (bool(agent) and config.options.connector == "nixl")
 
 
 def _offer_weights(config: NodeConfig, model_runner: ModelRunner) -> WeightSource | None:
     """Offer the rank's tensors to nodes that start, unless the node loads from the disk only."""
-    if config.load_from == "disk":
+    if config.options.load_from == "disk":
         return None
     import connector
 
@@ -103,7 +104,7 @@ def _offer_weights(config: NodeConfig, model_runner: ModelRunner) -> WeightSourc
     if not memory.parts:
         return None
     try:
-        return connector.offer_weights(memory, config.peer_timing)
+        return connector.offer_weights(memory, config.options.peer_timing)
     except CapacityError as exc:
         _log.warning("weights are not offered to peers: %s", exc)
         return None
@@ -158,13 +159,27 @@ def _offers(*ranks: RankWeights | None) -> tuple[RankWeights, ...]:
     return tuple(rank for rank in ranks if rank is not None)
 
 
+def config_for_hosts(config: NodeConfig, hellos: Sequence[Hello]) -> NodeConfig:
+    """Return the configuration that ranks on all hosts can run, and log how it differs. Raises ConfigError."""
+    problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
+    common = without_triton(config, problems)
+    if common.decision != config.decision:
+        _log.warning("runner %s: %s", common.decision.runner, "; ".join(common.decision.reasons))
+    uncompiled = {each.host: each.flashinfer_problem for each in hellos if each.flashinfer_problem}
+    with_kernels = without_flashinfer(common, uncompiled)
+    if with_kernels != common:
+        reasons = "; ".join(f"{host}: {problem}" for host, problem in uncompiled.items())
+        _log.info("attention_backend=%s: %s", with_kernels.attention_backend, reasons)
+    return with_kernels
+
+
 def _assign_ranks(
     configure: Configure, launched: Sequence[LaunchedRank], progress: Callable[[str, float], None]
 ) -> tuple[list[RankChannel], list[NodeConfig]]:
     """Return connections to all ranks but the first, which is this process, and the configuration of each rank."""
     config, placement = configure.config, configure.placement
     num_local, parallel = len(placement.devices), config.parallel
-    timeout = config.peer_timing.answer_timeout
+    timeout = config.options.peer_timing.answer_timeout
     joined: dict[int, JoinedRank] = {}
     if placement.listen:
         missing = range(num_local, parallel.num_ranks)
@@ -173,11 +188,7 @@ def _assign_ranks(
         with listen(placement.listen, placement.rendezvous_timeout) as listener:
             progress(f"waiting for ranks {missing.start} … {missing.stop - 1}", -1.0)
             joined = Rendezvous(listener, config, missing).gather(max(0.0, end - time.monotonic()))
-        hellos = (joined[rank][0] for rank in missing)
-        problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
-        config = without_triton(config, problems)
-        if config.decision != configure.config.decision:
-            _log.warning("runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+        config = config_for_hosts(config, [joined[rank][0] for rank in missing])
     configs = [
         msgspec.structs.replace(config.for_rank(rank, device), threads=max(1, config.threads // num_local))
         for rank, device in enumerate(placement.devices)

@@ -48,6 +48,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     threads: int
     host: str  # its name
     triton_problem: str  # why it runs no Triton kernels; empty if it does
+    flashinfer_problem: str = ""  # as in NodeConfig
     forced_runner: str = ""  # by PDSERVE_USE_V2_MODEL_RUNNER; empty if it is unset
 
 

@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         gc.freeze()
         known = None if digests is None else digests.result()
         leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights, rank.loaded_files, known))
-        HeartbeatSender(LoopTimer(), leader.send, assign.config.peer_timing.answer_timeout).start()
+        HeartbeatSender(LoopTimer(), leader.send, assign.config.options.peer_timing.answer_timeout).start()
         threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
         while (order := leader.orders.get()) is not None:
             match order:

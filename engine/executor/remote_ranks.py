@@ -17,6 +17,7 @@ from types import FrameType
 
 from engine.executor.rank_processes import spawn_rank
 from engine.executor.rendezvous import connect_leader, join, make_hello
+from pdserve.config.background_compile import compiling_beside
 from pdserve.config.device import node_devices
 from pdserve.config.multi_host import LocalRanks
 from pdserve.config.node_config import NodeConfig
@@ -42,7 +43,8 @@ def run_ranks(options: NodeOptions, local: LocalRanks, status: StatusWriter) -> 
         config = _join(options, local, status, processes)
         status.ready()
         signal.signal(signal.SIGTERM, _wait_for_leader)
-        _wait([config.parallel.position(rank) for rank in local.ranks], processes, local.leader)
+        with compiling_beside(config):
+            _wait([config.parallel.position(rank) for rank in local.ranks], processes, local.leader)
     except KeyboardInterrupt:
         pass
     finally:
@@ -67,7 +69,7 @@ def _join(
     for rank, device in zip(local.ranks, devices, strict=True):
         status.loading(f"connecting to the leader at {local.leader}", -1.0)
         with connect_leader(local.leader, local.timeout) as sock:
-            join(sock, make_hello(config, rank, device, threads), config.peer_timing)
+            join(sock, make_hello(config, rank, device, threads), config.options.peer_timing)
             processes.append(spawn_rank(sock, local.ranks if rank == local.ranks.start else range(0)))
         _log.info("%s has joined the node at %s", config.parallel.position(rank), local.leader)
     return config

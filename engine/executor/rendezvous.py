@@ -167,7 +167,7 @@ class Rendezvous:
             self._disconnect(sock)
             return
         del self._pending[sock]
-        set_timeouts(sock, self._config.peer_timing)
+        set_timeouts(sock, self._config.options.peer_timing)
         self._joined[hello.rank] = hello, sock
         _log.info("rank %d has joined", hello.rank)
 
@@ -220,6 +220,7 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
         threads=threads,
         host=socket.gethostname(),
         triton_problem=config.triton_problem,
+        flashinfer_problem=config.flashinfer_problem,
         forced_runner=config.decision.forced_runner,
     )
 

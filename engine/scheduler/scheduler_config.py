@@ -1,4 +1,7 @@
-"""Sizes and limits of a node, as its scheduler knows them. None of them changes."""
+"""Sizes and limits of a node, as its scheduler knows them. None of them changes.
+
+A scheduler is tested without a model and a device, so it takes this record in place of ``NodeConfig``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ import msgspec
 
 from engine.kv_cache.block_pool import ONE_GROUP
 from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
+from engine.scheduler.step_builder import FULL_STEP, TILE
+from pdserve.config.node_config import NodeConfig
+from pdserve.kv import KVLayout
 from pdserve.kv_groups import KVCacheGroups
+from pdserve.state import StateLayout
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,3 +34,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_step: float = 0.0  # seconds of a step without work for the device
     vocab_size: int = 0
     eos_token_ids: Collection[int] = ()
+
+    @classmethod
+    def of_node(
+        cls, config: NodeConfig, layout: KVLayout, states: StateLayout | None, drafts: DraftOptions, idle_step: float
+    ) -> SchedulerConfig:
+        """Return the record of a node whose ranks have allocated these layouts."""
+        return cls(
+            num_blocks=layout.num_blocks,
+            block_size=layout.block_size,
+            num_state_slots=0 if states is None else states.num_slots,
+            groups=layout.groups,
+            max_num_seqs=config.options.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            full_step=FULL_STEP[config.device.kind],
+            tile=TILE[config.device.kind],
+            drafts=drafts,
+            max_waiting=config.options.max_waiting,
+            stages=config.parallel.pp,
+            itl_target=config.itl_target,
+            idle_step=idle_step,
+            vocab_size=config.model.vocab_size,
+            eos_token_ids=config.model.eos_token_ids,
+        )

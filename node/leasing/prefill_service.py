@@ -11,7 +11,7 @@ from node.leasing.prompts import LeasedPrompts, StartPrefill
 from node.leasing.reader_stream import ReaderStream
 from node.served_streams import ServedStreams
 from node.stream_writer import Context
-from pdserve.config.compatibility import SPOKEN_PROTOCOLS, describe_window, differences
+from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol, differences
 from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -55,8 +55,8 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
             self._check_compatible(request)
         except PdserveError as exc:
             await abort(context, exc)
-        line = "handshake with %s (epoch %s), protocol %d"
-        _log.info(line, request.node_id, request.epoch, request.protocol)
+        line = "handshake with %s (epoch %s)"
+        _log.info(line, request.node_id, request.epoch)
         return pb.HandshakeReply(
             node_id=self._node.node_id,
             epoch=self._node.epoch,
@@ -77,9 +77,9 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
         await self._streams.serve(stream, request_iterator, context)
 
     def _check_compatible(self, request: pb.HandshakeRequest) -> None:
-        if request.protocol not in SPOKEN_PROTOCOLS:
+        if request.protocol != PROTOCOL_VERSION:
             raise PeerError(
-                f"{request.node_id} cannot read from {self._node.node_id}: {describe_window(request.protocol)}"
+                f"{request.node_id} cannot read from {self._node.node_id}: {describe_protocol(request.protocol)}"
             )
         if request.compat_hash != self._node.compat_hash:
             found = differences(self._node.config.compat_fields, dict(request.compat_fields))

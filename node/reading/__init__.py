@@ -1,1 +1,1 @@
-"""Reads KV from peers: connections, streams and the state machine of a handoff. Common to all nodes."""
+"""Reads KV from peers, on all nodes: connections, streams, the state machine of a handoff, the driver of pulls."""

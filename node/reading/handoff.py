@@ -143,9 +143,9 @@ class Handoff:
         return [pb.ReleaseRequest(request=self.number)] if needed else []
 
     def add_first_tokens(self, tokens: Sequence[int]) -> None:
-        """Record P's first token of each choice. Raises PeerError on a repetition, and in a pull."""
-        if self.outputs or self._pull:
-            raise PeerError(f"{self._peer.node_id} sent first tokens {'of a pull' if self._pull else 'twice'}")
+        """Record P's first token of each choice. Raises PeerError on a repetition."""
+        if self.outputs:
+            raise PeerError(f"{self._peer.node_id} sent first tokens twice")
         self.outputs = tuple((token,) for token in tokens)
 
     def add_next_token(self, token: int, max_tokens: int) -> int:
@@ -186,6 +186,8 @@ class Handoff:
         match event.WhichOneof("kind"):
             case "kv_ready":
                 self._on_part(event.kv_ready, now)
+            case "first_tokens" | "next_token" if self._pull:
+                raise PeerError(f"{self._peer.node_id} sent tokens of a pull, for which it computes nothing")
             case "extended" if self.phase is Phase.READING and event.extended.ask == self._num_extends:
                 if not event.extended.lease_ms:
                     raise PeerError(f"the lease at {self._peer.node_id} ended while its blocks were being read")

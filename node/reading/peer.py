@@ -30,7 +30,7 @@ from node.context import NodeContext
 from node.health import State
 from node.reading.peer_stream import PeerStream
 from node.reading.reading_metrics import PeerMetrics
-from pdserve.config.compatibility import common_protocol, describe_window
+from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import ConfigError, PdserveError, PeerError, shown
 from pdserve.ipc.messages import Connect, Disconnect
 from pdserve.pb import pdserve_pb2 as pb
@@ -51,6 +51,7 @@ _BACKOFF_MAX = 5.0  # seconds between attempts, at most
 _RELEASE_SECONDS = 0.5  # time for P to receive releases of leases before this node closes its connection
 _LOADING_SECONDS = 0.2  # pause between attempts at a peer that is not ready yet
 _START_SECONDS = 60.0  # time for a peer that starts with this node to listen; then it is missed
+_NOTHING_LOGGED = (logging.NOTSET, "")  # level and text of the latest failure in the log
 _SELF_FAILURES = 10  # counted at this node's own address: long pauses, as another node may get the address
 
 
@@ -99,7 +100,7 @@ class KVPeer:
         self.computes = True  # the peer computes prompts, as far as known; False: it only leases cached blocks
         self.stream: PeerStream | None = None  # while connected
         self.tried = asyncio.Event()
-        self._timing = node.config.peer_timing
+        self._timing = node.config.options.peer_timing
         self._dialer = Dialer(address, self._timing, node.tls)
         self._node = node
         self._metrics = metrics
@@ -171,12 +172,14 @@ class KVPeer:
 
     async def run(self) -> None:
         """Connect and stay connected until the peer is unlisted and no handoff needs it."""
-        failures, logged = 0, (logging.NOTSET, "")
+        failures = 0
+        logged = _NOTHING_LOGGED
         self._expected_at = time.monotonic() + _START_SECONDS
         while not self._unlisted:
             try:
                 await self._connect()
-                failures, logged = 0, (logging.NOTSET, "")
+                failures = 0
+                logged = _NOTHING_LOGGED
                 self.tried.set()
                 await self._watch()
             except OwnAddress:
@@ -185,9 +188,10 @@ class KVPeer:
                 if self._unlisted:
                     return
                 failures += not isinstance(exc, PeerLoading)
-                if (found := (self._level(exc), str(exc))) != logged:
-                    logged = found
-                    _log.log(found[0], "%s: %s; trying again", self.name, exc)
+                level = self._level(exc)
+                if (level, str(exc)) != logged:
+                    logged = (level, str(exc))
+                    _log.log(level, "%s: %s; trying again", self.name, exc)
             finally:
                 self._disconnect()
                 self.tried.set()
@@ -207,11 +211,10 @@ class KVPeer:
         self._check_identity(description)
         if (state := _state(description)) != "ready":
             raise PeerLoading(f"is {state}")
-        protocol = common_protocol(description.protocol)
-        if protocol is None:
-            raise PeerError(describe_window(description.protocol))
+        if description.protocol != PROTOCOL_VERSION:
+            raise PeerError(describe_protocol(description.protocol))
         request = pb.HandshakeRequest(
-            protocol=protocol,
+            protocol=PROTOCOL_VERSION,
             compat_hash=self._node.compat_hash,
             compat_fields=self._node.config.compat_fields,
             node_id=self._node.node_id,

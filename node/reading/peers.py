@@ -94,8 +94,9 @@ class KVPeers:
 
         Raises PeerError if it is not connected, Draining if it drains and no other prefill node is connected.
         """
-        if (found := self.find(node_id)) is not None:
-            return found
+        peer = self.find(node_id)
+        if peer is not None:
+            return peer
         named = next((peer for peer in self._peers.values() if peer.node_id == node_id), None)
         if named is None or not named.drained:
             raise PeerError(f"prefill node {node_id} is not connected; name another one")

@@ -71,7 +71,7 @@ class WeightsService(pb_grpc.WeightsServicer):
 
     def _check(self, theirs: str) -> None:
         node = self._node
-        if node.config.load_from == "disk":
+        if node.config.options.load_from == "disk":
             raise PeerError(f"{node.name} offers no weights; start it with --load-from auto")
         if node.state is not State.READY:
             raise PeerError(f"{node.name} is {node.state}")
@@ -107,8 +107,8 @@ async def find_weights(node: NodeContext, config: NodeConfig) -> WeightPeer | No
 
     Raises NodeError or ConfigError with ``--load-from peer``, if there is no such peer.
     """
-    must = config.load_from == "peer"
-    if not config.weight_peers:
+    must = config.options.load_from == "peer"
+    if not config.options.weight_peers:
         return None
     known = await asyncio.to_thread(with_known_digests, config)
     if known is None:
@@ -141,7 +141,7 @@ class _Search:
 
     async def ask_all(self) -> WeightPeer | None:
         """Return the first of some peers, drawn at random, that offers its weights."""
-        sources = self._node.config.weight_peers
+        sources = self._node.config.options.weight_peers
         found = await asyncio.gather(*(_first(source_addresses(text)) for text in sources))
         addresses = sorted(frozenset[str]().union(*found))
         asked = random.sample(addresses, min(_ASKED, len(addresses)))
@@ -162,7 +162,7 @@ class _Search:
 
     async def _ask(self, address: str) -> WeightPeer:
         offer = ReceivedOffer(address, self._sizes)
-        async with open_channel(address, self._node.config.peer_timing, self._node.tls) as channel:
+        async with open_channel(address, self._node.config.options.peer_timing, self._node.tls) as channel:
             request = pb.OfferRequest(weights_hash=self._weights)
             try:
                 async for message in pb_grpc.WeightsStub(channel).Offer(request, timeout=_OFFER_SECONDS):

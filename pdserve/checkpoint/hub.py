@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pdserve.checkpoint.gguf import conversion
@@ -45,10 +47,18 @@ def is_hub_id(model: str) -> bool:
 
 def _download(model: str, patterns: list[str], cached: bool) -> Path:
     import huggingface_hub  # on demand: the import takes longer than `pdserve --help`
+
+    with hub_errors(model):
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns, local_files_only=cached))
+
+
+@contextmanager
+def hub_errors(model: str) -> Iterator[None]:
+    """Turn the errors of a download of ``model`` into a CheckpointError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns, local_files_only=cached))
+        yield
     except (HfHubHTTPError, HFValidationError, OSError) as exc:
         reason = str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
         raise CheckpointError(

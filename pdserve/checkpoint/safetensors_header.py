@@ -21,7 +21,7 @@ from pdserve.errors import CheckpointError, shown
 MAX_HEADER = 32 << 20  # bytes; 250,000 tensors have about 30 MB
 MAX_TENSORS = 1 << 18  # tensors per file, and per checkpoint
 _MAX_DIMENSIONS = 16
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")  # of the header
 _AGAIN = "download it again"
 
 _BITS = {
@@ -70,16 +70,16 @@ def header_of(path: Path, fd: int) -> dict[str, Tensor]:
 
 def _read(path: Path, fd: int) -> tuple[dict[str, Tensor], dict[str, str]]:
     size = os.fstat(fd).st_size
-    prefix = os.pread(fd, _LENGTH.size, 0)
-    length = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    prefix = os.pread(fd, LENGTH.size, 0)
+    length = LENGTH.unpack(prefix)[0] if len(prefix) == LENGTH.size else size
     if length > size - len(prefix):
         raise CheckpointError(f"{path} is not a safetensors file or is truncated at {size} bytes; {_AGAIN}")
     if length > MAX_HEADER:
         raise CheckpointError(f"{path} has a header of {length} bytes, the limit is {MAX_HEADER}; {_AGAIN}")
-    header = os.pread(fd, length, _LENGTH.size)
+    header = os.pread(fd, length, LENGTH.size)
     try:
         entries, metadata = _entries(path, header)
-        return _placed(path, entries, _LENGTH.size + length, size), metadata
+        return _placed(path, entries, LENGTH.size + length, size), metadata
     except DECODE_ERRORS as exc:
         raise CheckpointError(f"{path} has a broken safetensors header ({exc}); {_AGAIN}") from exc
 

@@ -16,7 +16,7 @@ from pdserve.errors import CheckpointError, cut, shown
 
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 64 << 20  # bytes; 100,000 tensors take 10 MB
-_MAX_FILES = 4096
+MAX_FILES = 4096
 _FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # dtypes of computation
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.ckpt")
 
@@ -99,6 +99,6 @@ def _without_weights(model_dir: Path) -> str:
 
 
 def _bounded(model_dir: Path, files: list[Path]) -> list[Path]:
-    if len(files) > _MAX_FILES:
-        raise CheckpointError(f"{model_dir} has {len(files)} weight files, the limit is {_MAX_FILES}; merge some")
+    if len(files) > MAX_FILES:
+        raise CheckpointError(f"{model_dir} has {len(files)} weight files, the limit is {MAX_FILES}; merge some")
     return files

@@ -12,6 +12,7 @@ from pdserve.errors import ConfigError
 from pdserve.kv import divisors
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
+from pdserve.model.model_config import ModelConfig
 
 #: The backends with the page sizes, in tokens, that they can index; None is any size.
 ATTENTION_BACKENDS: dict[str, tuple[int, ...] | None] = {
@@ -25,10 +26,29 @@ NO_BACKEND = "none"  # a simulated node: it computes no attention, so pages may 
 #: Pages that every backend can index. Nodes exchange KV only with equal pages, so each backend prefers these.
 COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKENDS.values() if sizes is not None))
 
-_FLASHINFER_DTYPES = ("bfloat16", "float16")
+_FLASHINFER_DTYPES = {"bfloat16": "bf16", "float16": "f16"}  # with FlashInfer's names
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _FLASHINFER_EXPANDED = ((192, 128), (256, 256), (128, 128), (64, 64))  # keys and values expanded from latents
+_FA3_CAPABILITY = 9  # major compute capability of GPUs with FlashInfer's FA3 kernels; others have FA2
 _TRITON_MIN_HEAD_DIM = 16
+
+
+class FlashInferKernel(msgspec.Struct, frozen=True):
+    """A library of FlashInfer, which attends chunks of prompts. FlashInfer compiles it once per machine."""
+
+    dtype: str  # queries, keys, values and results
+    head_dim: int  # queries and keys
+    value_dim: int
+    windowed: bool
+
+    def library(self, capability: tuple[int, int]) -> str:
+        """Return FlashInfer's name of the library on a GPU: ``get_batch_prefill_uri`` of 0.6.13."""
+        dtype = _FLASHINFER_DTYPES[self.dtype]
+        return (
+            f"batch_prefill_with_kv_cache_dtype_q_{dtype}_dtype_kv_{dtype}_dtype_o_{dtype}_dtype_idx_i32_"
+            f"head_dim_qk_{self.head_dim}_head_dim_vo_{self.value_dim}_posenc_0_use_swa_{self.windowed}_"
+            f"use_logits_cap_False_f16qk_False{'_sm90' if capability[0] == _FA3_CAPABILITY else ''}"
+        )
 
 
 class Platform(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,24 +99,24 @@ def problems(
     """
     if backend == "torch":
         return []
-    found = [None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores"]
+    reasons = [None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores"]
     if backend == "triton":
-        found += [
+        reasons += [
             platform.triton_problem,
             *_triton_sizes(head_dim, latent),
         ]
     elif backend == "flashinfer":
-        found += [
+        reasons += [
             None if platform.device == "cuda" else "it needs a CUDA GPU",
             None if platform.has_flashinfer else "the package flashinfer is not installed",
             platform.triton_problem and f"it needs Triton between its kernels: {platform.triton_problem}",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
         ]
         if latent is None and head_dim not in _FLASHINFER_HEAD_DIMS:
-            found.append(f"head_dim {head_dim} is not one of 64, 128, 256")
+            reasons.append(f"head_dim {head_dim} is not one of 64, 128, 256")
         elif latent is not None:
-            found += [*_triton_sizes(head_dim, latent), _expanded_problem(latent)]
-    return [problem for problem in found if problem]
+            reasons += [*_triton_sizes(head_dim, latent), _expanded_problem(latent)]
+    return [reason for reason in reasons if reason]
 
 
 def _triton_sizes(head_dim: int, latent: LatentConfig | None) -> list[str]:
@@ -125,11 +145,13 @@ def check_backend(
     """Raise ConfigError for a backend that is unknown or cannot run."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
-    found = problems(name, platform, dtype, head_dim, specs, latent)
-    if found:
-        able = [each for each in ATTENTION_BACKENDS if not problems(each, platform, dtype, head_dim, specs, latent)]
+    obstacles = problems(name, platform, dtype, head_dim, specs, latent)
+    if obstacles:
+        able = [
+            backend for backend in ATTENTION_BACKENDS if not problems(backend, platform, dtype, head_dim, specs, latent)
+        ]
         raise ConfigError(
-            f"attention_backend {name!r} cannot run this: {'; '.join(found)}. Choose auto or {', '.join(able)}"
+            f"attention_backend {name!r} cannot run this: {'; '.join(obstacles)}. Choose auto or {', '.join(able)}"
         )
 
 
@@ -147,18 +169,41 @@ def choose_backend(
     and needs a backend that stays on the device.
     """
     if platform.device == "cuda":
-        preferred, reason = ["flashinfer", "triton"], "the fastest on a GPU"
+        preferred = ["flashinfer", "triton"]
+        reason = "the fastest on a GPU"
     elif platform.interpreted and not v1_forced:
-        preferred, reason = ["triton"], "for V2 in Triton's interpreter"
+        preferred = ["triton"]
+        reason = "for V2 in Triton's interpreter"
     else:
-        preferred, reason = [], ""
+        preferred = []
+        reason = "the one for CPUs"
     refused: list[str] = []
     for name in preferred:
-        found = problems(name, platform, dtype, head_dim, specs, latent)
-        if not found:
+        obstacles = problems(name, platform, dtype, head_dim, specs, latent)
+        if not obstacles:
             return name, ", ".join(refused) or reason
-        refused.append(f"{name} cannot run ({'; '.join(found)})")
-    return "torch", ", ".join(refused) or "the one for CPUs"
+        refused.append(f"{name} cannot run ({'; '.join(obstacles)})")
+    return "torch", ", ".join(refused) or reason
+
+
+def flashinfer_specs(specs: Collection[AttentionSpec], kv_is_fp8: bool) -> set[AttentionSpec]:
+    """Return the layers' specs for which FlashInfer has a kernel; Triton attends the others.
+
+    Layers with a window never gather keys, so with an FP8 cache FlashInfer has no kernel for them.
+    """
+    return {spec for spec in specs if not (spec.has_sinks or (kv_is_fp8 and spec.window))}
+
+
+def flashinfer_kernels(model: ModelConfig, dtype: str, kv_is_fp8: bool) -> tuple[FlashInferKernel, ...]:
+    """Return the kernels that a node of this model loads if its backend is FlashInfer."""
+    sizes = (model.head_dim, model.head_dim)
+    specs = flashinfer_specs(model.attention, kv_is_fp8)
+    if model.latent is not None:
+        sizes = (model.latent.qk_head_dim, model.latent.v_head_dim)
+        specs = set(model.attention)
+    return tuple(
+        FlashInferKernel(dtype, *sizes, windowed) for windowed in sorted({bool(spec.window) for spec in specs})
+    )
 
 
 def choose_page_size(block_size: int, requested: int | None, backend: str) -> int:

@@ -1,4 +1,4 @@
-"""Nodes may exchange KV if their protocol versions share a window and their compatibility hashes are equal.
+"""Nodes may exchange KV if their protocol versions and their compatibility hashes are equal.
 
 The version of pdserve itself does not matter.
 """
@@ -14,34 +14,17 @@ from pdserve.errors import cut
 _MAX_NAMED = 10  # fields in an error
 
 WEIGHTS_OF = "weights of "  # before the name of a tensor group, in the fields
-PROTOCOL_VERSION = 6  # the newest version of proto/pdserve.proto that this node speaks; its rules are at the file's top
-UNDESCRIBED_PROTOCOL = 5  # the version of nodes that do not describe one; older ones are in no window
-SPOKEN_PROTOCOLS = range(max(PROTOCOL_VERSION - 1, UNDESCRIBED_PROTOCOL), PROTOCOL_VERSION + 1)
+PROTOCOL_VERSION = 6  # the version of proto/pdserve.proto; its rules are at the file's top
 
 
-def common_protocol(newest: int, other_newest: int = PROTOCOL_VERSION) -> int | None:
-    """Return the version that two nodes speak with each other, from the newest version of each; 0: not described.
-
-    It is the older of the two versions. None: the two are more than one version apart.
-    """
-    one, other = newest or UNDESCRIBED_PROTOCOL, other_newest or UNDESCRIBED_PROTOCOL
-    older = min(one, other)
-    return older if max(one, other) - older <= 1 and older >= UNDESCRIBED_PROTOCOL else None
-
-
-def describe_window(theirs: int) -> str:
-    """Return the error for a node that speaks none of this node's versions."""
-    spoken = " and ".join(map(str, SPOKEN_PROTOCOLS))
-    return f"protocol {theirs} is none of {spoken}; upgrade by releases whose protocols are at most one version apart"
+def describe_protocol(theirs: int) -> str:
+    """Return the error for a node that speaks another version."""
+    return f"protocol {theirs} is not {PROTOCOL_VERSION}; run one release of pdserve on all nodes and routers"
 
 
 def compat_hash(fields: Mapping[str, str]) -> str:
-    """Return the hex SHA-256 of the sorted fields. Equal hashes: nodes can exchange KV.
-
-    Nodes of protocol 5 hash its version, too, so 5 stays part of every hash.
-    """
-    text = json.dumps([5, sorted(fields.items())])
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Return the hex SHA-256 of the sorted fields. Equal hashes: nodes can exchange KV."""
+    return hashlib.sha256(json.dumps(sorted(fields.items())).encode()).hexdigest()
 
 
 def weights_hash(fields: Mapping[str, str]) -> str:
@@ -61,8 +44,8 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str], here: str = 
     Names the first ten; a layer has several fields of weights.
     """
     names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-    found = [
+    fields = [
         f"{cut(name)}: {cut(mine.get(name, 'nothing'))} {here}, {cut(theirs.get(name, 'nothing'))} {there}"
         for name in names[:_MAX_NAMED]
     ]
-    return "; ".join(found + [f"and {len(names) - _MAX_NAMED} more"] * (len(names) > _MAX_NAMED))
+    return "; ".join(fields + [f"and {len(names) - _MAX_NAMED} more"] * (len(names) > _MAX_NAMED))

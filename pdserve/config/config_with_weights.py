@@ -74,17 +74,18 @@ def _draft_digest(config: NodeConfig, stop: threading.Event | None = None) -> st
     if head is None:
         return ""
     digest = hashlib.sha256(msgspec.json.encode(head, order="sorted"))
-    if config.load_format != "dummy":
+    if not config.random_weights:
         digest.update(msgspec.json.encode(checkpoint_digests(Path(config.draft_dir), stop).tensors, order="sorted"))
     return digest.hexdigest()[:16]
 
 
 def with_known_digests(config: NodeConfig) -> NodeConfig | None:
     """Return the result of ``with_weight_digests`` if it would read no weights, else None. Raises CheckpointError."""
-    known = known_digests(Path(config.model_dir))
-    if known is None:
+    cached = known_digests(Path(config.model_dir))
+    if cached is None:
         return None
-    return with_host_digests(config, [HostDigests(0, fold_digests(known.tensors), known.files, _draft_digest(config))])
+    digests = HostDigests(0, fold_digests(cached.tensors), cached.files, _draft_digest(config))
+    return with_host_digests(config, [digests])
 
 
 def with_reload(config: NodeConfig, model_dir: str) -> NodeConfig:
@@ -97,7 +98,7 @@ def with_checkpoint(config: NodeConfig, model_dir: str) -> NodeConfig:
     config = without_digests(config)
     if config.compat_fields["weights"] == "dummy":
         fields = config.compat_fields | {"weights": "checkpoint"}
-        config = msgspec.structs.replace(config, load_format="auto", compat_fields=fields)
+        config = msgspec.structs.replace(config, random_weights=False, compat_fields=fields)
     return msgspec.structs.replace(config, model_dir=model_dir)
 
 

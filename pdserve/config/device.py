@@ -13,7 +13,8 @@ from pdserve.errors import CapacityError, ConfigError
 
 #: Packages that no node with a model can do without; the distribution pdserve-router (deploy/router) lacks them.
 _PACKAGES = ("torch", "safetensors")
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_…
+_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+_MINOR = 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
 _SIMULATED = DeviceInfo(kind="simulated", index=0, name="simulated", memory=0)
 
 
@@ -67,7 +68,9 @@ def find_gpus() -> list[DeviceInfo]:
         return []
     devices = []
     for index in range(count.value):
-        handle, memory, name = ctypes.c_int(0), ctypes.c_size_t(0), ctypes.create_string_buffer(128)
+        handle = ctypes.c_int(0)
+        memory = ctypes.c_size_t(0)
+        name = ctypes.create_string_buffer(128)
         if driver.cuDeviceGet(ctypes.byref(handle), index):
             continue
         driver.cuDeviceTotalMem_v2(ctypes.byref(memory), handle)
@@ -88,7 +91,8 @@ def _free_gpu_memory(index: int) -> int | None:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    handle, context = ctypes.c_int(0), ctypes.c_void_p()
+    handle = ctypes.c_int(0)
+    context = ctypes.c_void_p()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
         return None
     if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle):
@@ -96,7 +100,8 @@ def _free_gpu_memory(index: int) -> int | None:
     try:
         if driver.cuCtxPushCurrent_v2(context):
             return None
-        free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        free = ctypes.c_size_t(0)
+        total = ctypes.c_size_t(0)
         failed = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
         driver.cuCtxPopCurrent_v2(ctypes.byref(context))
         return None if failed else free.value

@@ -67,8 +67,8 @@ def check_split(model_dir: Path, architecture: str, parallel: ParallelConfig) ->
 
 def read_plans(model_type: str) -> LibraryPlans:
     """Return the plans of a model type. Both are empty for an unknown type."""
-    found = config_class(model_type)
-    if found is None:
+    config = config_class(model_type)
+    if config is None:
         return LibraryPlans({}, {})
-    tp, pp = (literal(found, f"base_model_{kind}_plan") or {} for kind in ("tp", "pp"))
+    tp, pp = (literal(config, f"base_model_{kind}_plan") or {} for kind in ("tp", "pp"))
     return LibraryPlans(tp, pp)

@@ -40,7 +40,10 @@ def add_host_flags(parser: argparse.ArgumentParser) -> None:
 
 def local_ranks_from(args: argparse.Namespace, num_ranks: int) -> LocalRanks:
     """Return this host's ranks. Raises ConfigError for flags that contradict each other or the number of ranks."""
-    leader, rank, group, size = args.leader, args.rank, args.node_rank, args.local_ranks
+    leader = args.leader
+    rank = args.rank
+    group = args.node_rank
+    size = args.local_ranks
     if leader is None:
         for flag, value in (("--rank", rank), ("--node-rank", group), ("--local-ranks", size)):
             if value is not None:

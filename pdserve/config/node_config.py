@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.config.attention_backends import FlashInferKernel
 from pdserve.config.compatibility import compat_hash
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.kv import UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import PoolingConfig
-from pdserve.rpc.timeouts import PeerTiming
 from pdserve.state import StateLayout, StateShare
 from pdserve.weights.change import FileStates
 
@@ -29,53 +30,44 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of a node for one of its ranks; ``for_rank`` returns the one for another rank.
 
+    ``options`` travel as they are; the other fields are derived from them, the checkpoint and the machine.
+
     ``rank``, ``device``, ``kv_layout`` and ``state_layout`` are the rank's; all other fields are equal on all ranks.
     """
 
+    options: NodeOptions  # as the user set them
     model_dir: str
     model: ModelConfig
+    pooling: PoolingConfig | None = None  # None: the node generates
     served_model_name: str
     device: DeviceInfo
     dtype: str
-    load_format: str
-    load_from: str = "disk"
-    weight_peers: tuple[str, ...] = ()
-    max_model_len: int
+    random_weights: bool = False  # until a checkpoint is loaded in their place
     parallel: ParallelConfig
     rank: int = 0
+    decision: Decision
+    attention_backend: str
+    cuda_graphs: bool
+    triton_problem: str = ""  # why this host runs no Triton kernels
     kv_layout: KVLayout
     state_layout: StateLayout | None = None  # recurrent states; None: the model has no recurrent layers
-    state_slots: int | None = None  # the user's choice; None: ``choose_slots`` decides
     kv_scales: tuple[KVScales, ...] = ()  # one per layer with a KV cache; empty unless the cache is FP8
-    kv_checksum: bool
-    kv_connector: str = "nixl"  # a name in connector/__init__.py, or module:Class
-    host_kv_memory: int = 0  # bytes, of all ranks together; 0: evicted KV is not kept
-    disk_kv: str = ""  # directory; empty: KV that leaves host memory is dropped
-    disk_kv_size: int = 0  # bytes of all files in it
     measure_kv_memory: bool  # kv_layout is an estimate: the runner measures how many blocks fit
-    gpu_memory_utilization: float  # share of each GPU's memory for weights, activations and KV cache together
-    attention_backend: str
-    decision: Decision
-    cuda_graphs: bool
-    max_num_seqs: int
+    disk_kv: str = ""  # absolute path of a directory; empty: KV that leaves host memory is dropped
+    max_model_len: int
     max_batch_tokens: int
     itl_target: float | None = None  # seconds; None: pdserve.request_cost.auto_itl_target
-    max_waiting: int
     threads: int
-    peer_timing: PeerTiming
     costs: SimulatedCosts | None = None  # None unless simulated
-    sim_crash_token: int | None = None
-    synthetic_acceptance: float | None = None  # mean tokens per decode and step; None: drafts are verified
     speculate: str = "off"  # source of drafts: one of node_options.SPECULATE, without its directory
     draft_dir: str = ""  # checkpoint of ``model.draft_head``
     draft_digest: str = ""  # digest of the draft head's weights; empty until known
-    always_draft: bool = False  # draft even if it costs more time than it saves
     max_drafts: int = 0  # most drafts of a decode in one step
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
-    pooling: PoolingConfig | None = None  # None: the node generates
-    triton_problem: str = ""  # why this host runs no Triton kernels
+    flashinfer_problem: str = ""  # why this host cannot use FlashInfer before its next start, or at all
+    uncompiled_kernels: tuple[FlashInferKernel, ...] = ()  # FlashInfer's, which this host compiles while it serves
 
     @property
     def position(self) -> RankPosition:
@@ -134,7 +126,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def for_rank(self, rank: int, device: DeviceInfo) -> NodeConfig:
         """Return the configuration of the same node for rank ``rank`` on ``device``."""
         config = msgspec.structs.replace(self, rank=rank, device=device)
-        layout, states = self.kv_layout.resized(config.share.layers, config.share.num_heads), self.state_layout
+        layout = self.kv_layout.resized(config.share.layers, config.share.num_heads)
+        states = self.state_layout
         if states is not None and config.state_share is not None:
             states = msgspec.structs.replace(states, num_layers=config.state_share.num_layers)
         return msgspec.structs.replace(config, kv_layout=layout, state_layout=states)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -25,13 +26,17 @@ from pdserve.kv import FP8_E4M3, MAX_BLOCK_SIZE
 from pdserve.model.model_config import MODEL_IMPLS
 from pdserve.model.pooling import TASKS
 from pdserve.request_cost import AUTO_ITL_STEPS
-from pdserve.rpc.timeouts import DEFAULT_TIMING
+from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are the same
 GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdserve up` on the same GPU divide it
 
 
-OFF, AUTO, LOOKUP, MTP, EAGLE3 = "off", "auto", "lookup", "mtp", "eagle3"
+OFF = "off"
+AUTO = "auto"
+LOOKUP = "lookup"
+MTP = "mtp"
+EAGLE3 = "eagle3"
 ALWAYS = "always"
 SPECULATE = (OFF, AUTO, LOOKUP, MTP, f"{EAGLE3}:DIR")
 SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # suffix of the model name in the API: the answers mean nothing
@@ -46,7 +51,7 @@ def _device(text: str) -> str:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    return tuple(positive_int(each) for each in text.split(","))
+    return tuple(positive_int(count) for count in text.split(","))
 
 
 def _speculate(text: str) -> str:
@@ -401,6 +406,27 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def reads_weights(self) -> bool:
         return not self.simulated and self.load_format != "dummy"
 
+    @property
+    def connector(self) -> str:
+        """Name of the connector back end, or its module:Class."""
+        if self.kv_connector != "auto":
+            return self.kv_connector
+        return "simulated" if self.simulated else "nixl"
+
+    @property
+    def checks_kv(self) -> bool:
+        """Whether KV from peers, host memory or disk is compared with digests."""
+        return self.kv_checksum != "off" and not self.simulated
+
+    @property
+    def always_draft(self) -> bool:
+        """Draft even if it costs more time than it saves."""
+        return self.speculate_when == ALWAYS
+
+    @property
+    def peer_timing(self) -> PeerTiming:
+        return PeerTiming(self.peer_timeout)
+
 
 def add_node_flags(
     parser: argparse.ArgumentParser, model_default: str | None = None, without: Collection[str] = ()
@@ -422,10 +448,17 @@ def node_words(options: NodeOptions) -> list[str]:
     return [options.model, *declaration.words_of(options)]
 
 
+def model_name(model: str) -> str:
+    """Return the default served name: the directory's name, or the hub id."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else model
+
+
 def check_options(options: NodeOptions) -> None:
     """Raise ConfigError for options that are invalid for every checkpoint and device."""
     declaration.check_ranges(options)
     _speculate(options.speculate)
+    PeerTiming(options.peer_timeout)
     if options.load_from != "disk" and not options.reads_weights:
         raise ConfigError(f"load_from {options.load_from}: this node has no weights of a checkpoint; leave it at disk")
     if options.load_from == "peer" and not options.weight_peers:
@@ -455,7 +488,9 @@ def check_options(options: NodeOptions) -> None:
 
 def _check_disk_kv(options: NodeOptions) -> None:
     """Raise ConfigError for KV on disk without the options that it needs."""
-    path, size, host = options.disk_kv, options.disk_kv_size, options.host_kv_memory
+    path = options.disk_kv
+    size = options.disk_kv_size
+    host = options.host_kv_memory
     if path is None and size is not None:
         raise ConfigError(f"disk_kv_size {size} needs disk_kv, the directory; name one, or remove the size")
     if path is None:
@@ -474,8 +509,8 @@ def _check_disk_kv(options: NodeOptions) -> None:
 
 def _check_simulated(options: NodeOptions) -> None:
     """Refuse options of devices and ranks, which a simulated node does not have."""
-    if options.kv_connector in ("nixl", "local"):
-        raise ConfigError(f"kv_connector {options.kv_connector} is not possible for a simulated node; use auto")
+    if options.kv_connector == "nixl":
+        raise ConfigError("kv_connector nixl is not possible for a simulated node; use auto")
     for name, allowed in (
         ("device", ("auto", "cpu")),
         ("attention_backend", ("auto",)),

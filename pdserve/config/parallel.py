@@ -71,11 +71,11 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         """Return each rank's part of the recurrent state of ``model``; empty if it has none."""
         if model.state is None:
             return ()
-        counts = [each - kv for each, kv in zip(self.stage_layers, self.kv_layers(model), strict=True)]
+        counts = [layers - kv for layers, kv in zip(self.stage_layers, self.kv_layers(model), strict=True)]
         positions = (self.position(rank) for rank in range(self.num_ranks))
         return tuple(
-            StateShare(sum(counts[: each.stage]), counts[each.stage], sum(counts), each.shard, self.tp)
-            for each in positions
+            StateShare(sum(counts[: position.stage]), counts[position.stage], sum(counts), position.shard, self.tp)
+            for position in positions
         )
 
     def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
@@ -116,8 +116,8 @@ class RankPosition(msgspec.Struct, frozen=True):
         """Return the experts of each layer that this rank holds, or holds a slice of."""
         if self.parallel.ep == 1:
             return range(moe.num_experts)
-        each = moe.num_experts // self.parallel.ep
-        return range(self.shard * each, (self.shard + 1) * each)
+        count = moe.num_experts // self.parallel.ep
+        return range(self.shard * count, (self.shard + 1) * count)
 
 
 def choose_parallel_config(
@@ -135,8 +135,8 @@ def choose_parallel_config(
     if stage_layers is None:
         if not 1 <= pp <= model.num_layers:
             raise ConfigError(f"pp {pp} is not within 1 … {model.num_layers}, the layers of the model")
-        each, over = divmod(model.num_layers, pp)
-        stage_layers = [each + (stage < over) for stage in range(pp)]
+        least, over = divmod(model.num_layers, pp)
+        stage_layers = [least + (stage < over) for stage in range(pp)]
     if len(stage_layers) != pp or min(stage_layers) < 1 or sum(stage_layers) != model.num_layers:
         raise ConfigError(
             f"stage layers {','.join(map(str, stage_layers))} add up to {sum(stage_layers)}; give {pp} numbers of at "
@@ -186,7 +186,8 @@ def _check_experts(model: ModelConfig, tp: int, ep: int) -> None:
 
 def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
     """Return a rank's part as a model: its layers, its heads, its part of the MLP. The vocabulary stays full."""
-    tp, layers = position.parallel.tp, position.layers
+    tp = position.parallel.tp
+    layers = position.layers
     num_drafting = model.num_draft_layers if position.is_last else 0
     return msgspec.structs.replace(
         model,
@@ -208,7 +209,9 @@ def _attention_of(model: ModelConfig, layers: range, num_drafting: int) -> tuple
 
 
 def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
-    tp, ep, layers = position.parallel.tp, position.parallel.ep, position.layers
+    tp = position.parallel.tp
+    ep = position.parallel.ep
+    layers = position.layers
     return msgspec.structs.replace(
         moe,
         num_experts=len(position.local_experts(moe)),
@@ -220,8 +223,8 @@ def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
 
 def vocabulary_of(model: ModelConfig, position: RankPosition) -> range:
     """Return the token ids whose embedding and output rows a shard holds; the last shard may hold fewer."""
-    each = -(-model.vocab_size // position.parallel.tp)
-    return range(position.shard * each, min((position.shard + 1) * each, model.vocab_size))
+    size = -(-model.vocab_size // position.parallel.tp)
+    return range(position.shard * size, min((position.shard + 1) * size, model.vocab_size))
 
 
 def num_parameters(model: ModelConfig, position: RankPosition) -> int:
@@ -252,7 +255,8 @@ def _library_parameters(model: ModelConfig, position: RankPosition) -> int:
 
 def _parameters(model: ModelConfig, position: RankPosition, active: bool = False) -> tuple[int, int, int]:
     """Count the weights of linear layers, of the ``active`` or all experts, and of tables and routers."""
-    mine, head = shard_of(model, position), 0
+    mine = shard_of(model, position)
+    head = 0
     if model.draft_head is not None and mine.num_draft_layers:
         head = _head_parameters(model, model.draft_head, position)
         mine = msgspec.structs.replace(mine, num_draft_layers=0)
@@ -263,13 +267,15 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
         num_tables += 1  # the embedding
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
     tables += head + mine.num_draft_layers * 2 * mine.hidden_size**2  # projections of embeddings and hidden states
-    dense, moe = 3 * mine.hidden_size * mine.intermediate_size, mine.moe
+    dense = 3 * mine.hidden_size * mine.intermediate_size
+    moe = mine.moe
     if moe is None or model.moe is None:
         return mixers + len(layers) * dense, 0, tables
     num_dense = sum(model.moe.is_dense(layer) for layer in layers)
     num_moe = len(layers) - num_dense
     used = min(moe.top_k, moe.num_experts) if active else moe.num_experts
-    expert, shared = 3 * mine.hidden_size * moe.intermediate_size, 3 * mine.hidden_size * moe.shared_intermediate_size
+    expert = 3 * mine.hidden_size * moe.intermediate_size
+    shared = 3 * mine.hidden_size * moe.shared_intermediate_size
     routers = num_moe * model.moe.num_experts * mine.hidden_size
     linear = mixers + num_dense * dense + num_moe * shared
     return linear, num_moe * used * expert, tables + routers
@@ -277,7 +283,8 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
 
 def _head_parameters(model: ModelConfig, head: Eagle3Config, position: RankPosition) -> int:
     """Count a rank's weights of the head that makes drafts, with a copy of the model's embedding where it needs one."""
-    tp, size = position.parallel.tp, head.hidden_size
+    tp = position.parallel.tp
+    size = head.hidden_size
     embedding = model.vocab_size * size if head.has_embedding or not position.is_first else 0
     # Queries, keys and values take the embedding beside the hidden state: 2 * size inputs.
     attention = (3 * model.num_heads + 2 * 2 * max(model.num_kv_heads, tp)) * model.head_dim * size

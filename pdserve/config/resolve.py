@@ -1,11 +1,13 @@
-"""Turn flags into a frozen configuration: ``resolve(options, device)`` decides every "auto" once and logs why."""
+"""Turn options into a frozen configuration: ``resolve`` decides every "auto" once.
+
+Here is the order of the decisions. The functions that decide are in ``resolution/``, by subject; each returns a value
+with its reason.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,179 +15,156 @@ import msgspec
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.attention_backends import (
-    COMMON_PAGES,
-    NO_BACKEND,
-    Platform,
-    check_backend,
-    choose_backend,
-    choose_page_size,
-    find_platform,
-)
-from pdserve.config.host_kv import check_disk_kv, check_host_kv
-from pdserve.config.kv_dtype import choose_kv_dtype, choose_kv_scales, describe_scales
+from pdserve.config.attention_backends import Platform, flashinfer_kernels
+from pdserve.config.flashinfer_hosts import compiler_problem, missing_kernels, with_compiled_kernels
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
-from pdserve.config.node_options import (
-    ALWAYS,
-    AUTO,
-    EAGLE3,
-    LOOKUP,
-    MTP,
-    OFF,
-    SYNTHETIC_SUFFIX,
-    NodeOptions,
-    check_options,
+from pdserve.config.node_options import AUTO, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options, model_name
+from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.resolution.compat_fields import compat_fields_of
+from pdserve.config.resolution.drafts import check_drafts, choose_draft_source, with_draft_head
+from pdserve.config.resolution.host_kv import check_disk_kv, check_host_kv
+from pdserve.config.resolution.kernels import (
+    QuantizationLimits,
+    choose_attention_backend,
+    choose_cuda_graphs,
+    choose_dtype,
+    choose_runner,
+    try_platform,
 )
-from pdserve.config.parallel import (
-    ParallelConfig,
-    choose_parallel_config,
-    shard_of,
-    weight_bytes,
+from pdserve.config.resolution.kv_dtype import choose_kv_dtype, choose_kv_scales
+from pdserve.config.resolution.kv_layouts import (
+    blocks_that_fit,
+    check_state_slots,
+    choose_kv_memory,
+    choose_num_slots,
+    choose_page,
+    measures_kv_memory,
+    padding_of_groups,
+    units_of_stages,
 )
-from pdserve.config.quantized_layers import (
+from pdserve.config.resolution.limits import choose_batch_tokens, choose_itl_target, choose_max_model_len
+from pdserve.config.resolution.quantized_layers import (
     check_quantized_at_load,
     keep_quantized,
     kept_doubt,
     kept_problem,
     quantized_at_load,
 )
-from pdserve.config.runner_oracle import VARIABLE, Decision, Facts, decide, decide_simulated, uses_graphs
-from pdserve.config.simulated_costs import KV_TOKENS, SimulatedCosts, choose_costs
-from pdserve.config.state_slots import TYPICAL_TOKENS, bytes_per_sequence, choose_slots, most_slots
-from pdserve.config.triton_hosts import try_triton
+from pdserve.config.resolution.resolved import Reasons, Resolved
+from pdserve.config.runner_oracle import VARIABLE
+from pdserve.config.simulated_costs import SimulatedCosts, choose_costs
 from pdserve.cpus import usable_cpus
-from pdserve.errors import CapacityError, ConfigError, shown
-from pdserve.kv import DTYPE_BYTES, MAX_BLOCKS, KVLayout, KVScales
-from pdserve.model.eagle3 import load_eagle3
-from pdserve.model.families import FAMILIES
-from pdserve.model.model_config import LATER_FIELDS, NATIVE, TRANSFORMERS, ModelConfig, load_model_config
-from pdserve.model.pooling import EMBED, GENERATE, SCORE, PoolingConfig, read_pooling
+from pdserve.errors import ConfigError, shown
+from pdserve.kv import FP8_E4M3
+from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
+from pdserve.model.pooling import EMBED, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers
 from pdserve.model.weight_formats import FP8_AT_LOAD, storage_rules
-from pdserve.request_cost import AUTO_ITL_STEPS
-from pdserve.rpc.timeouts import PeerTiming
-from pdserve.state import LEAST_SLOTS, StateLayout
-
-_CPU_KV_MEMORY = 1 << 30
-_CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them
-# A larger step fills a GPU better, a smaller one holds others up less.
-_BATCH_TOKENS = {"cpu": 2048, "cuda": 8192, "simulated": 8192}
-_STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothing to do before the first step's end
 
 _IMPL_REASONS = {NATIVE: "its architecture has native layers", TRANSFORMERS: "its architecture has no native layers"}
 
 
 def resolve(
-    options: NodeOptions, device: DeviceInfo, environ: Mapping[str, str] = os.environ, platform: Platform | None = None
+    options: NodeOptions,
+    device: DeviceInfo,
+    environ: Mapping[str, str] = os.environ,
+    platform: Platform | None = None,
+    locate: Callable[[str, bool], Path] = resolve_model,
 ) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
-    ``platform`` defaults to this process's. Raises ConfigError or CapacityError: value, limit and remedy.
+    ``platform`` defaults to this process's, whose kernels are tried or looked up; all kernels of another run.
+    ``locate`` returns the directory of a model, with its weights or without; ``resolve_headers`` spares their download.
+    Raises ConfigError or CapacityError: value, limit and remedy.
     """
     check_options(options)
-    model_dir = resolve_model(options.model, weights=options.reads_weights)
+    reasons = Reasons()
+    model_dir = locate(options.model, options.reads_weights)
     pooling = _choose_pooling(options, model_dir)
     model = load_model_config(model_dir, options.model_impl, embeds=pooling is not None and pooling.task == EMBED)
     model = quantized_at_load(model, options.quantization)
-    platform = platform or _try_platform(options, device, environ, model)
-    choices = [f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}"] if options.model_impl == "auto" else []
-    if model.multimodal:
-        choices.append(f"model=text: the text model of {model.multimodal}; images are refused")
-    if model.unread_fields:
-        choices.append(f"config.json: {', '.join(map(shown, model.unread_fields))} without effect, as in transformers")
-    dtype = _choose_dtype(options.dtype, model, choices)
-    backend = _choose_backend(options, platform, dtype, model, environ.get(VARIABLE) == "0", choices)
+    tries_compilers = platform is None
+    platform = platform or try_platform(options, device, environ, model)
+    _note_model(options, model, reasons)
+
+    dtype = reasons.take("dtype", choose_dtype(options, model))
+    v1_forced = environ.get(VARIABLE) == "0"
+    backend = reasons.take("attention_backend", choose_attention_backend(options, platform, dtype, model, v1_forced))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.ep)
     weights = _find_weights(model, model_dir) if options.reads_weights else None
-    problem = kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ()))
-    quantization = problem, kept_doubt(model, dtype, device.name, device.capability)
-    decision = _choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
+    quantization = QuantizationLimits(
+        problem=kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ())),
+        doubt=kept_doubt(model, dtype, device.name, device.capability),
+    )
+    decision = choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     check_quantized_at_load(model, decision)
-    compat_model, model = msgspec.structs.replace(model, unread_fields=()), keep_quantized(model, decision)
-    speculate, model = _choose_speculation(options, model, model_dir, parallel, pooling, choices)
+    compat_model = msgspec.structs.replace(model, unread_fields=())
+    model = keep_quantized(model, decision)
+
+    speculate = reasons.take("speculate", choose_draft_source(options, model, model_dir, parallel, pooling))
+    if speculate == MTP:
+        model = model.with_draft_layers(1)
     if model.impl == TRANSFORMERS and parallel.num_ranks > 1:
-        choices.append(check_split(model_dir, model.architecture, parallel))
-    draft_dir = resolve_model(options.draft_head, weights=options.reads_weights) if options.draft_head else None
+        reasons.note(check_split(model_dir, model.architecture, parallel))
+    draft_dir = locate(options.draft_head, options.reads_weights) if options.draft_head else None
     if draft_dir is not None:
-        speculate, model = EAGLE3, _with_draft_head(options, model, draft_dir, pooling)
-    kv_dtype = choose_kv_dtype(options, device, model, dtype, choices)
-    kv_scales = choose_kv_scales(options, model_dir, model, kv_dtype, choices)
-    _check_state_options(options, model, parallel, speculate)
-    layout, states = _choose_layouts(options, device, model, parallel, (dtype, kv_dtype), backend, choices)
-    max_batch_tokens = _choose_batch_tokens(options, device, parallel, choices)
-    if model.weight_format == FP8_AT_LOAD:
-        choices.append("weights=FP8: linear layers and experts are quantized when loaded, with a scale per output")
-    if weights is not None and weights.quantized:
-        choices.append(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
+        model = with_draft_head(options, model, draft_dir, pooling)
+
+    kv_dtype = reasons.take("kv_cache_dtype", choose_kv_dtype(options, device, model, dtype))
+    kv_scales = reasons.take("kv_scales", choose_kv_scales(options, model_dir, model, kv_dtype))
+    check_state_slots(options, model)
+    check_drafts(options, model, parallel, speculate)
+    page = reasons.take("kernel_block_size", choose_page(options, backend))
+    reasons.note(padding_of_groups(model))
+    units = units_of_stages(options, model, parallel, page, dtype, kv_dtype)
+    memory = reasons.take("kv_cache_memory", choose_kv_memory(options, device, model, parallel, dtype, units))
+    num_slots = reasons.take("state_slots", choose_num_slots(options, memory, units))
+    kv = units[0].resized(blocks_that_fit(options, memory, num_slots, units), num_slots)
+    measured = measures_kv_memory(options, device)
+
+    max_batch_tokens = reasons.take("max_batch_tokens", choose_batch_tokens(options, device, parallel))
+    _note_weights(model, weights, dtype, reasons)
+    served_model_name = reasons.take("served_model_name", _choose_name(options))
+    max_model_len = reasons.take(
+        "max_model_len", choose_max_model_len(options, model, kv, max_batch_tokens, estimated=measured)
+    )
+    cuda_graphs = reasons.take("cuda_graphs", choose_cuda_graphs(options, platform, decision))
+    itl_target = reasons.take("itl_target", choose_itl_target(options))
+    costs = reasons.take("sim_costs", _choose_costs(options))
     config = NodeConfig(
+        options=options,
         model_dir=str(model_dir),
         model=model,
-        served_model_name=_choose_name(options, choices),
+        pooling=pooling,
+        served_model_name=served_model_name,
         device=device,
         dtype=dtype,
-        load_format=options.load_format,
-        load_from=options.load_from,
-        weight_peers=options.weight_peers,
-        max_model_len=_choose_max_model_len(
-            options, model, (layout, states), max_batch_tokens, _measures(options, device), choices
-        ),
+        random_weights=options.load_format == "dummy",
         parallel=parallel,
-        kv_layout=layout,
-        state_layout=states,
-        state_slots=options.state_slots,
-        kv_scales=kv_scales,
-        kv_checksum=options.kv_checksum != "off" and not options.simulated,
-        kv_connector=kv_connector_of(options),
-        host_kv_memory=options.host_kv_memory or 0,
-        disk_kv="" if options.disk_kv is None else str(Path(options.disk_kv).absolute()),
-        disk_kv_size=options.disk_kv_size or 0,
-        measure_kv_memory=_measures(options, device),
-        gpu_memory_utilization=options.memory_share,
-        attention_backend=backend,
         decision=decision,
-        cuda_graphs=_choose_cuda_graphs(options, platform, decision, choices),
-        max_num_seqs=options.max_num_seqs,
+        attention_backend=backend,
+        cuda_graphs=cuda_graphs,
+        triton_problem=platform.triton_problem or "",
+        kv_layout=kv.layout,
+        state_layout=kv.states,
+        kv_scales=kv_scales,
+        measure_kv_memory=measured,
+        disk_kv="" if options.disk_kv is None else str(Path(options.disk_kv).absolute()),
+        max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens,
-        itl_target=_choose_itl_target(options, choices),
-        max_waiting=options.max_waiting,
+        itl_target=itl_target,
         threads=options.threads or usable_cpus(),
-        peer_timing=PeerTiming(options.peer_timeout),
-        costs=_choose_costs(options, choices),
-        sim_crash_token=options.sim_crash_token,
-        synthetic_acceptance=options.synthetic_acceptance,
+        costs=costs,
         speculate=speculate,
         draft_dir="" if draft_dir is None else str(draft_dir),
-        always_draft=options.speculate_when == ALWAYS,
         max_drafts=0 if options.speculate == AUTO and speculate == OFF else options.max_drafts,
-        compat_fields=_compat_fields(compat_model, options, layout, dtype, kv_scales)
-        | {"task": GENERATE if pooling is None else pooling.task},
-        choices=tuple(choices),
-        pooling=pooling,
-        triton_problem=platform.triton_problem or "",
+        compat_fields=compat_fields_of(options, compat_model, pooling, kv.layout, dtype, kv_scales),
+        choices=tuple(reasons.lines),
     )
-    if not config.host_kv_memory:
-        return config
-    kept = [f"host_kv_memory={config.host_kv_memory}: {check_host_kv(config)}"]
-    if config.disk_kv:
-        kept.append(f"disk_kv={config.disk_kv}: {check_disk_kv(config)}")
-    return msgspec.structs.replace(config, choices=(*config.choices, *kept))
-
-
-def _choose_name(options: NodeOptions, choices: list[str]) -> str:
-    """Return the name in the API. It tells that answers mean nothing."""
-    name = options.served_model_name or model_name(options.model)
-    if options.synthetic_acceptance is None or options.simulated or name.endswith(SYNTHETIC_SUFFIX):
-        return name
-    choices.append(f"served_model_name={name}{SYNTHETIC_SUFFIX}: drafts become tokens, whatever the model samples")
-    return name + SYNTHETIC_SUFFIX
-
-
-def kv_connector_of(options: NodeOptions) -> str:
-    """Return the name of the connector back end, or its module:Class."""
-    if options.kv_connector != "auto":
-        return options.kv_connector
-    return "simulated" if options.simulated else "nixl"
+    if tries_compilers:
+        config = _with_compiled_kernels(config, environ)
+    return _with_tiers_checked(config)
 
 
 def _choose_pooling(options: NodeOptions, model_dir: Path) -> PoolingConfig | None:
@@ -199,345 +178,24 @@ def _choose_pooling(options: NodeOptions, model_dir: Path) -> PoolingConfig | No
     return pooling
 
 
-def _try_platform(options: NodeOptions, device: DeviceInfo, environ: Mapping[str, str], model: ModelConfig) -> Platform:
-    """Return the platform of this process; where Triton may be used, after a kernel has been tried."""
-    found = find_platform(device.kind, environ)
-    if options.simulated or model.impl == TRANSFORMERS or found.triton_problem:
-        return found
-    return msgspec.structs.replace(found, triton_error=try_triton(device, found.interpreted))
+def _with_compiled_kernels(config: NodeConfig, environ: Mapping[str, str]) -> NodeConfig:
+    """Return the configuration for a start that waits for no compiler, unless the user has named the backend."""
+    if config.options.attention_backend != AUTO or config.attention_backend != "flashinfer":
+        return config
+    assert config.device.capability is not None
+    kernels = flashinfer_kernels(config.model, config.dtype, config.kv_layout.dtype == FP8_E4M3)
+    missing = missing_kernels(kernels, config.device.capability, environ)
+    return with_compiled_kernels(config, missing, compiler_problem(environ) if missing else "")
 
 
-def _choose_dtype(requested: str, model: ModelConfig, choices: list[str]) -> str:
-    if requested == "auto":
-        choices.append(f"dtype={model.dtype}: the checkpoint's")
-        return model.dtype
-    if requested not in DTYPE_BYTES:
-        raise ConfigError(f"dtype {requested!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
-    return requested
-
-
-def _choose_backend(
-    options: NodeOptions, platform: Platform, dtype: str, model: ModelConfig, v1_forced: bool, choices: list[str]
-) -> str:
-    if options.simulated:
-        return NO_BACKEND
-    if model.impl == TRANSFORMERS:
-        if options.attention_backend not in ("auto", "torch"):
-            raise ConfigError(
-                f"attention_backend {options.attention_backend!r} is for native models; {model.architecture} runs "
-                "through transformers. Choose auto or torch"
-            )
-        choices.append("attention_backend=torch: it has all that a layer of transformers may ask for")
-        return "torch"
-    if options.attention_backend != "auto":
-        check_backend(options.attention_backend, platform, dtype, model.head_dim, model.attention, model.latent)
-        return options.attention_backend
-    backend, reason = choose_backend(platform, dtype, model.head_dim, model.attention, v1_forced, model.latent)
-    choices.append(f"attention_backend={backend}: {reason}")
-    return backend
-
-
-def _choose_runner(
-    options: NodeOptions,
-    platform: Platform,
-    model: ModelConfig,
-    backend: str,
-    pooling: PoolingConfig | None,
-    quantization: tuple[str, str],
-    variable: str | None,
-) -> Decision:
-    """``quantization``: why V2 cannot keep quantized weights, and why it may be slower with them."""
-    if options.simulated:
-        return decide_simulated(variable)
-    problem, doubt = quantization
-    facts = Facts(
-        architecture=model.architecture,
-        platform=platform,
-        attention_backend=backend,
-        head_dim=model.head_dim if model.latent is None else model.latent.kv_lora_rank,
-        model_impl=model.impl,
-        rope_type=model.rope.rope_type,
-        cuda_graphs=options.cuda_graphs,
-        runner_type=GENERATE if pooling is None else pooling.task,
-        quantization_problem=problem,
-        quantization_doubt=doubt,
-    )
-    return decide(facts, variable)
-
-
-def _choose_costs(options: NodeOptions, choices: list[str]) -> SimulatedCosts | None:
-    if not options.simulated:
-        return None
-    costs = choose_costs(options.sim_costs, options.sim_speed)
-    choices.append(f"sim_costs={costs}: seconds, at sim_speed {options.sim_speed:g}")
-    return costs
-
-
-def _check_state_options(options: NodeOptions, model: ModelConfig, parallel: ParallelConfig, speculate: str) -> None:
-    if model.state is None and options.state_slots is not None:
-        raise ConfigError(
-            f"state_slots {options.state_slots}: {model.architecture} has no recurrent layers; remove the option"
-        )
-    drafts = speculate != OFF or options.synthetic_acceptance is not None
-    if drafts and (problem := _split_states_problem(model, parallel)):
-        option = f"speculate {speculate}"
-        if options.synthetic_acceptance is not None:
-            option = f"synthetic_acceptance {options.synthetic_acceptance:g}"
-        raise ConfigError(f"{option}: {problem}. Remove the option, or use tp in place of pp")
-
-
-def _split_states_problem(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """Say why the stages of a model cannot verify drafts; empty if they can."""
-    if model.state is None or parallel.pp == 1:
-        return ""
-    return (
-        f"{model.architecture} has recurrent layers, and with pp {parallel.pp} its first stages learn too late which "
-        "drafts their states go on by"
-    )
-
-
-def _choose_speculation(
-    options: NodeOptions,
-    model: ModelConfig,
-    model_dir: Path,
-    parallel: ParallelConfig,
-    pooling: PoolingConfig | None,
-    choices: list[str],
-) -> tuple[str, ModelConfig]:
-    """Return where drafts come from, and the model with the layer that makes them, if any does."""
-    if options.speculate not in (AUTO, MTP):
-        return options.speculate, model
-    problem = _draft_layer_problem(options, model, model_dir, pooling)
-    if options.speculate == AUTO:
-        chosen = LOOKUP if problem else MTP
-        if split := _split_states_problem(model, parallel):
-            chosen, problem = OFF, split
-        if pooling is not None:
-            chosen = OFF
-        choices.append(f"speculate={chosen}: {problem or 'the checkpoint has a layer that predicts further tokens'}")
-        return chosen, model.with_draft_layers(int(chosen == MTP))
-    if problem:
-        raise ConfigError(f"speculate {MTP}: {problem}. Use lookup or off")
-    return MTP, model.with_draft_layers(1)
-
-
-def _draft_layer_problem(
-    options: NodeOptions, model: ModelConfig, model_dir: Path, pooling: PoolingConfig | None
-) -> str:
-    """Say why no layer of the model can make drafts; empty if one can."""
-    if pooling is not None:
-        return f"a node with task {pooling.task} generates nothing"
-    if not model.predictor:
-        able = ", ".join(name for name, family in FAMILIES.items() if family.predictor)
-        return f"{model.architecture} has no layer here that predicts further tokens; {able} may have one"
-    if not model.num_nextn_layers:
-        return (
-            "config.json names no layer that predicts further tokens (num_nextn_predict_layers, mtp_num_hidden_layers)"
-        )
-    if problem := _further_layer_problem(model):
-        return problem
-    stored = chain.from_iterable(read_headers(model_dir).values()) if options.reads_weights else (model.predictor,)
-    if not any(name.startswith(model.predictor) for name in stored):
-        return f"the checkpoint has no tensors {model.predictor}…, although config.json names such a layer"
-    return ""
-
-
-def _further_layer_problem(model: ModelConfig) -> str:
-    """Return why no layer can follow the model's layers; empty if one can."""
-    if any(spec.window for spec in model.attention):
-        return "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
-    if model.rope.rope_type == "dynamic":
-        return "rotary frequencies of this model depend on the length of a sequence"
-    return ""
-
-
-def _with_draft_head(
-    options: NodeOptions, model: ModelConfig, draft_dir: Path, pooling: PoolingConfig | None
-) -> ModelConfig:
-    """Return the model with the head in ``draft_dir``. Raises ConfigError unless it can make drafts."""
-    if pooling is not None:
-        problem = f"a node with task {pooling.task} generates nothing"
-    elif model.impl == TRANSFORMERS:
-        problem = f"{model.architecture} runs through transformers, which gives no auxiliary hidden states"
-    elif model.latent is not None or model.state is not None:
-        kind = "latents" if model.latent is not None else "recurrent states"
-        problem = f"{model.architecture} keeps {kind}, and a head keys and values"
-    else:
-        problem = _further_layer_problem(model)
-    if problem:
-        raise ConfigError(f"speculate {options.speculate}: {problem}. Use lookup or off")
-    head = load_eagle3(draft_dir, model.sizes_for_head, weights=options.reads_weights)
-    if head.intermediate_size % options.tp:
-        raise ConfigError(
-            f"tp {options.tp} does not divide the intermediate_size of {draft_dir}, {head.intermediate_size}; choose a "
-            "divisor"
-        )
-    return model.with_draft_layers(1, head)
-
-
-def _choose_layouts(
-    options: NodeOptions,
-    device: DeviceInfo,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    dtypes: tuple[str, str],
-    backend: str,
-    choices: list[str],
-) -> tuple[KVLayout, StateLayout | None]:
-    """Choose rank 0's layouts of KV and of recurrent state.
-
-    All ranks have as many blocks and slots, so the rank with the largest ones limits their numbers. ``dtypes`` are the
-    model's and the cache's.
-    """
-    dtype, kv_dtype = dtypes
-    page = choose_page_size(options.block_size, options.kernel_block_size, backend)
-    if options.kernel_block_size is None:
-        able = "every backend" if page in COMMON_PAGES else f"backend {backend}"
-        choices.append(f"kernel_block_size={page}: the largest page of {able} that divides block_size")
-    groups = model.kv_cache_groups
-    stages = [groups.block_layers(share.layers) for share in parallel.shares(model)]
-    if groups.num_groups > 1:
-        padding = groups.num_groups * groups.block_layers(range(model.num_layers)) - model.num_layers
-        choices.append(f"kv_groups={groups.num_groups}: {groups}; {padding} layers are padding")
-    one_block = KVLayout(
-        num_blocks=1,
-        block_size=options.block_size,
-        kernel_block_size=page,
-        num_layers=stages[0],
-        spec=shard_of(model, parallel.position(0)).kv_cache_spec(kv_dtype),
-        groups=groups,
-    )
-    states = _one_slot(model, parallel, dtype)
-    if options.simulated and options.kv_cache_memory is None:
-        choices.append(f"kv_cache_memory: for {KV_TOKENS} tokens, as of an 8B model on an H200")
-        num_blocks = max(1, KV_TOKENS // options.block_size) * max(1, groups.windows.count(None))
-        if states is not None:
-            memory = KV_TOKENS // TYPICAL_TOKENS * bytes_per_sequence(one_block, states)
-            num_slots = _choose_state_slots(options, memory, [(one_block, states)], choices)
-            states = msgspec.structs.replace(states, num_slots=num_slots)
-        return msgspec.structs.replace(one_block, num_blocks=num_blocks), states
-    weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
-    memory = _choose_kv_memory(options, device, weights, choices)
-    blocks = [msgspec.structs.replace(one_block, num_layers=layers) for layers in stages[:: parallel.tp]]
-    rest = [memory] * parallel.pp  # bytes left for KV blocks, by stage
-    if states is not None:
-        counts = [share.num_layers for share in parallel.state_shares(model)[:: parallel.tp]]
-        slots = [msgspec.structs.replace(states, num_layers=layers) for layers in counts]
-        num_slots = _choose_state_slots(options, memory, list(zip(blocks, slots, strict=True)), choices)
-        states = msgspec.structs.replace(states, num_slots=num_slots)
-        rest = [memory - num_slots * each.slot_bytes for each in slots]
-    fitting = [max(room, 0) // each.block_bytes for room, each in zip(rest, blocks, strict=True)]
-    return msgspec.structs.replace(one_block, num_blocks=min(*fitting, MAX_BLOCKS)), states
-
-
-def _one_slot(model: ModelConfig, parallel: ParallelConfig, dtype: str) -> StateLayout | None:
-    """Return rank 0's layout of recurrent state with one slot; None for a model without any."""
-    spec, shares = shard_of(model, parallel.position(0)).state_spec(dtype), parallel.state_shares(model)
-    return None if spec is None else StateLayout(num_slots=1, num_layers=shares[0].num_layers, spec=spec)
-
-
-def _choose_state_slots(
-    options: NodeOptions, memory: int, stages: list[tuple[KVLayout, StateLayout]], choices: list[str]
-) -> int:
-    """``stages`` have one block and one slot each."""
-    if options.state_slots is not None:
-        return options.state_slots
-    found = min(choose_slots(memory, *each, options.max_num_seqs) for each in stages)
-    choices.append(
-        f"state_slots={found}: sequences of {TYPICAL_TOKENS} tokens that fit beside their KV, within {LEAST_SLOTS} … "
-        f"{most_slots(options.max_num_seqs)}; {max(slot.slot_bytes for _, slot in stages)} bytes each"
-    )
-    return found
-
-
-def _measures(options: NodeOptions, device: DeviceInfo) -> bool:
-    return device.kind == "cuda" and options.kv_cache_memory is None
-
-
-def _choose_kv_memory(options: NodeOptions, device: DeviceInfo, weights: int, choices: list[str]) -> int:
-    """Return the bytes of the KV cache beside ``weights`` bytes of weights."""
-    if options.kv_cache_memory is not None:
-        return options.kv_cache_memory
-    if device.kind == "cpu":
-        memory = min(_CPU_KV_MEMORY, device.memory // 8)
-        choices.append(f"kv_cache_memory={memory}: 1 GiB on a CPU, at most an eighth of the memory")
-        return memory
-    memory = int(device.memory * options.memory_share) - weights - _CUDA_RESERVE
-    if memory <= 0:
-        raise CapacityError(
-            f"{device.name}: {options.memory_share:.0%} of {device.memory} bytes does not hold weights of "
-            f"{weights} bytes plus {_CUDA_RESERVE} for a step; use a larger GPU or a smaller model"
-        )
-    choices.append(
-        f"kv_cache_memory={memory}: an estimate, {options.memory_share:.0%} of the GPU less weights and "
-        "steps; at start the runner measures both and takes what is left"
-    )
-    return memory
-
-
-def _choose_max_model_len(
-    options: NodeOptions,
-    model: ModelConfig,
-    layouts: tuple[KVLayout, StateLayout | None],
-    max_batch_tokens: int,
-    estimated: bool,
-    choices: list[str],
-) -> int:
-    """Return tokens. From an ``estimated`` cache take nine tenths, because the measured one must hold them."""
-    layout, states = layouts
-    limit = model.max_position_embeddings
-    room = layout.longest(max_batch_tokens, limit)
-    wanted = options.max_model_len or limit
-    if wanted > limit:
-        raise ConfigError(f"max_model_len {wanted} exceeds the model's {limit} positions")
-    sure = room * 9 // 10 if estimated else room
-    if options.max_model_len is None and sure < limit:
-        wanted = sure
-        choices.append(f"max_model_len={sure}: what the KV cache surely holds; the model's limit is {limit}")
-    elif options.max_model_len is None:
-        choices.append(f"max_model_len={limit}: the model's")
-    if room < max(wanted, 2):
-        longest = max(options.max_model_len or limit, 2)
-        needed = layout.blocks_for(longest, max_batch_tokens) * layout.block_bytes
-        if states is not None:  # ``choose_slots`` takes a slot for every few tokens
-            beside = options.state_slots or LEAST_SLOTS + longest // TYPICAL_TOKENS
-            needed += beside * states.slot_bytes
-        raise CapacityError(
-            f"a KV cache of {layout.total_bytes} bytes ({layout.num_blocks} blocks, {room} tokens) has no room for one "
-            f"sequence of {max(wanted, 2)} tokens; give --kv-cache-memory {needed} for {longest} tokens, or "
-            "--max-model-len N for fewer"
-        )
-    return wanted
-
-
-def _choose_cuda_graphs(options: NodeOptions, platform: Platform, decision: Decision, choices: list[str]) -> bool:
-    """``decide`` has refused "on" where there are none."""
-    if options.cuda_graphs != "auto":
-        return options.cuda_graphs == "on"
-    possible = uses_graphs(decision, platform)
-    choices.append(f"cuda_graphs={'on: V2 on a GPU' if possible else 'off: only V2 on a GPU captures them'}")
-    return possible
-
-
-def _choose_batch_tokens(options: NodeOptions, device: DeviceInfo, parallel: ParallelConfig, choices: list[str]) -> int:
-    if options.max_batch_tokens is not None:
-        return options.max_batch_tokens
-    usual = (_BATCH_TOKENS if parallel.pp == 1 else _STAGED_BATCH_TOKENS)[device.kind]
-    least = options.max_num_seqs * (1 + options.max_drafts)
-    tokens = max(usual, least)
-    where = "on a simulated device" if options.simulated else f"on a {device.kind.upper()} device"
-    if parallel.pp > 1:
-        where += ", so that pipeline stages compute parts of one prompt at the same time"
-    choices.append(f"max_batch_tokens={tokens}: {usual} {where}, and at least {least} for max_num_seqs")
-    return tokens
-
-
-def _choose_itl_target(options: NodeOptions, choices: list[str]) -> float | None:
-    if options.itl_target is not None:
-        return options.itl_target / 1e3
-    steps = f"{AUTO_ITL_STEPS:g} times the measured decode step of one sequence"
-    choices.append(f"itl_target=auto: {steps}, so that prompts beside few decodes take 9/8 of their time")
-    return None
+def _note_model(options: NodeOptions, model: ModelConfig, reasons: Reasons) -> None:
+    if options.model_impl == "auto":
+        reasons.note(f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}")
+    if model.multimodal:
+        reasons.note(f"model=text: the text model of {model.multimodal}; images are refused")
+    if model.unread_fields:
+        fields = ", ".join(map(shown, model.unread_fields))
+        reasons.note(f"config.json: {fields} without effect, as in transformers")
 
 
 def _find_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | None:
@@ -548,41 +206,34 @@ def _find_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | No
     return None if rules is None else find_weights(model_dir, headers, rules)
 
 
-def model_name(model: str) -> str:
-    """Return the default served name: the directory's name, or the hub id."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
+def _note_weights(model: ModelConfig, weights: CheckpointWeights | None, dtype: str, reasons: Reasons) -> None:
+    if model.weight_format == FP8_AT_LOAD:
+        reasons.note("weights=FP8: linear layers and experts are quantized when loaded, with a scale per output")
+    if weights is not None and weights.quantized:
+        reasons.note(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
 
 
-def _config_hash(model: ModelConfig) -> str:
-    """Return a hash of the model's configuration. Fields in ``LATER_FIELDS`` are part of it unless they are empty.
-
-    So nodes of releases that lack these fields compute the same hash for the models that they know.
-    """
-    values = msgspec.to_builtins(model)
-    values = {name: value for name, value in values.items() if value or name not in LATER_FIELDS}
-    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
+def _choose_name(options: NodeOptions) -> Resolved[str]:
+    """Return the name in the API. It tells that answers mean nothing."""
+    name = options.served_model_name or model_name(options.model)
+    if options.synthetic_acceptance is None or options.simulated or name.endswith(SYNTHETIC_SUFFIX):
+        return Resolved(name)
+    return Resolved(name + SYNTHETIC_SUFFIX, "drafts become tokens, whatever the model samples")
 
 
-def _compat_fields(
-    model: ModelConfig, options: NodeOptions, layout: KVLayout, dtype: str, kv_scales: tuple[KVScales, ...]
-) -> dict[str, str]:
-    """Return the fields that must be equal on both sides of a handoff; ``config_with_weights.py`` adds the weights.
+def _choose_costs(options: NodeOptions) -> Resolved[SimulatedCosts | None]:
+    if not options.simulated:
+        return Resolved(None)
+    costs = choose_costs(options.sim_costs, options.sim_speed)
+    return Resolved(costs, f"seconds, at sim_speed {options.sim_speed:g}")
 
-    A simulated node has no KV to read, so ``weights`` keeps it from being paired with a real one.
-    """
-    state = model.state_spec(dtype)
-    return {
-        "architecture": model.architecture,
-        "model_impl": model.impl,
-        "config": _config_hash(model),
-        "weights": "simulated" if options.simulated else "dummy" if not options.reads_weights else "checkpoint",
-        **model.kv_cache_spec(layout.dtype).compat_fields,
-        **({} if state is None else state.compat_fields),
-        "kv_scales": describe_scales(kv_scales),
-        "num_layers": str(model.num_layers),
-        "kv_groups": str(layout.groups),
-        "block_size": str(layout.block_size),
-        "kv_checksum": options.kv_checksum or "on",
-        "kv_connector": kv_connector_of(options),
-    }
+
+def _with_tiers_checked(config: NodeConfig) -> NodeConfig:
+    """Return the configuration with the sizes of host memory and disk among its reasons."""
+    options = config.options
+    if options.host_kv_memory is None:
+        return config
+    lines = [f"host_kv_memory={options.host_kv_memory}: {check_host_kv(config)}"]
+    if config.disk_kv:
+        lines.append(f"disk_kv={config.disk_kv}: {check_disk_kv(config)}")
+    return msgspec.structs.replace(config, choices=(*config.choices, *lines))

@@ -173,14 +173,14 @@ def decide(facts: Facts, variable: str | None) -> Decision:
         return _forced(facts, variable)
     rejections: dict[str, tuple[str, ...]] = {}
     for record in RUNNERS:
-        found = record.rejections(facts)
-        if not found:
+        own = record.rejections(facts)
+        if not own:
             reasons = tuple(reason for others in rejections.values() for reason in others)
             unfit = any(lack.needed(facts) for lack in _V2_MODELS)
             fallback = bool(reasons) and not unfit
             return Decision(record.name, reasons or _preferred(record, facts), fallback=fallback)
-        rejections[record.name] = found
-    explained = "; ".join(f"{name} ({'; '.join(found)})" for name, found in rejections.items())
+        rejections[record.name] = own
+    explained = "; ".join(f"{name} ({'; '.join(own)})" for name, own in rejections.items())
     raise ConfigError(f"no model runner can run this: {explained}")
 
 

@@ -11,7 +11,7 @@ import msgspec
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.quantized_layers import quantized_at_load
+from pdserve.config.resolution.quantized_layers import quantized_at_load
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv import UNSCALED
 from pdserve.model.model_config import MAY_DIFFER, load_model_config
@@ -23,15 +23,16 @@ def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:
     """Raise CheckpointError unless another checkpoint has the scales of an FP8 KV cache as this node."""
     if not config.kv_scales:
         return
-    found = read_kv_scales(read_headers(model_dir), config.model.kv_layers)
-    if (found or (UNSCALED,) * len(config.model.kv_layers)) != config.kv_scales:
+    scales = read_kv_scales(read_headers(model_dir), config.model.kv_layers)
+    if (scales or (UNSCALED,) * len(config.model.kv_layers)) != config.kv_scales:
         raise CheckpointError(f"{model_dir} has other scales of the FP8 KV cache; start the node again with it")
 
 
 def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     """Raise CheckpointError with the first field in which another checkpoint's configuration differs."""
     embeds = config.pooling is not None and config.pooling.task == EMBED
-    mine, other = config.model, load_model_config(model_dir, config.model.impl, embeds=embeds)
+    mine = config.model
+    other = load_model_config(model_dir, mine.impl, embeds=embeds)
     if mine.weight_format == FP8_AT_LOAD and other.weight_format == UNQUANTIZED:
         other = quantized_at_load(other, "fp8")
     other = other.with_draft_layers(mine.num_draft_layers, mine.draft_head)
@@ -45,7 +46,8 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
 def _differences(mine: msgspec.Struct, other: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the name of each differing field with both values; fields of nested structs follow a dot."""
     for field in type(mine).__struct_fields__:
-        ours, theirs = getattr(mine, field), getattr(other, field)
+        ours = getattr(mine, field)
+        theirs = getattr(other, field)
         if field in MAY_DIFFER or ours == theirs:
             continue
         if isinstance(ours, msgspec.Struct) and type(ours) is type(theirs):

@@ -78,23 +78,24 @@ class SimulatedSteps:
         return self._costs.seconds(self._add(plan))
 
     def _add(self, plan: StepPlan) -> StepTokens:
-        tokens, decodes = self._tokens, plan.num_decodes
+        tokens = self._tokens
         for seq in plan.finished:
             tokens.pop(seq, None)
         for new in plan.new:
             tokens[new.seq] = new.num_computed
         decode_context = 0
-        for item in plan.scheduled[:decodes]:  # assume that no draft is accepted
+        for item in plan.scheduled[: plan.num_decodes]:  # assume that no draft is accepted
             tokens[item.seq] = context = tokens.get(item.seq, 0) + 1
             decode_context += context
-        prompt_tokens, prompt_context = plan.num_drafts, 0.0
+        prompt_tokens = plan.num_drafts
+        prompt_context = 0.0
         for item in plan.prompts:
             count = item.num_tokens
             prompt_tokens += count
             context = tokens.get(item.seq, 0)
             prompt_context += count * (context + count / 2)
             tokens[item.seq] = context + count
-        return StepTokens(decodes, decode_context, prompt_tokens, prompt_context)
+        return StepTokens(plan.num_decodes, decode_context, prompt_tokens, prompt_context)
 
 
 def choose_costs(changes: Iterable[str], speed: float) -> SimulatedCosts:

@@ -20,13 +20,14 @@ class CheckedTensors(msgspec.Struct, frozen=True):
     problem: str = ""  # why a node would refuse the checkpoint
 
     def __str__(self) -> str:
-        found = f"{self.number} tensors, each has its place in the model"
-        return found if self.number else "config.json; weights are random or not read"
+        if not self.number:
+            return "config.json; weights are random or not read"
+        return f"{self.number} tensors, each has its place in the model"
 
 
 def checked_tensors(config: NodeConfig) -> CheckedTensors:
     """Return what a node finds before it reads weights. Raises CheckpointError as the node would."""
-    if config.costs is not None or (config.load_format == "dummy" and config.model.impl == NATIVE):
+    if config.costs is not None or (config.random_weights and config.model.impl == NATIVE):
         return CheckedTensors()  # ``resolve`` has read all there is
     command = [sys.executable, "-P", "-m", _PROGRAM]
     try:
@@ -38,7 +39,7 @@ def checked_tensors(config: NodeConfig) -> CheckedTensors:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
         raise NodeError(f"the check of the checkpoint failed: {cut(lines[-1], 200)}")
-    found = msgspec.json.decode(done.stdout, type=CheckedTensors)
-    if found.problem:
-        raise CheckpointError(found.problem)
-    return found
+    checked = msgspec.json.decode(done.stdout, type=CheckedTensors)
+    if checked.problem:
+        raise CheckpointError(checked.problem)
+    return checked

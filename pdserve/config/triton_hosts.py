@@ -31,8 +31,8 @@ def try_triton(device: DeviceInfo, interpreted: bool) -> str:
     A process of its own tries it, as this one never imports torch. Success is remembered on disk for this host, these
     versions and this device, because the trial takes seconds; until ``forget_success``.
     """
-    known = _marker(device, interpreted)
-    if known.exists():
+    success = _marker(device, interpreted)
+    if success.exists():
         return ""
     where = f"cuda:{device.index}" if device.kind == "cuda" else "cpu"
     environ = os.environ | {"TRITON_INTERPRET": "1" if interpreted else "0"}
@@ -47,8 +47,8 @@ def try_triton(device: DeviceInfo, interpreted: bool) -> str:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         return f"a tiny Triton kernel does not run: {lines[-1][:_MAX_ERROR]}"
     with suppress(OSError):
-        known.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known.touch()
+        success.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        success.touch()
     return ""
 
 

@@ -107,11 +107,11 @@ class Field(typing.NamedTuple):
 def fields_of(options: type[msgspec.Struct]) -> Iterator[Field]:
     """Yield the fields that are flags, in their order."""
     hints = typing.get_type_hints(options, include_extras=True)
-    for each in msgspec.structs.fields(options):
-        metadata = getattr(hints[each.name], "__metadata__", ())
-        flag = next((found for found in metadata if isinstance(found, Flag)), None)
+    for field in msgspec.structs.fields(options):
+        hint = hints[field.name]
+        flag = next((data for data in getattr(hint, "__metadata__", ()) if isinstance(data, Flag)), None)
         if flag is not None:
-            yield Field(each.name, _without_none(typing.get_args(hints[each.name])[0]), each.default, flag)
+            yield Field(field.name, _without_none(typing.get_args(hint)[0]), field.default, flag)
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type[msgspec.Struct], without: Collection[str] = ()) -> None:
@@ -122,7 +122,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type[msgspec.Struct], wi
     for field in fields_of(options):
         if field.name in without:
             continue
-        title, word = field.flag.group, field.flag.excludes
+        title = field.flag.group
+        word = field.flag.excludes
         if title not in sections:
             sections[title] = parser.add_argument_group(title)
         section = sections[title]
@@ -194,7 +195,7 @@ def _add(section: argparse._ActionsContainer, field: Field) -> None:
 def _without_none(hint: Any) -> Any:
     """Return the type of a field that may be None, and of a tuple the type of its elements."""
     if isinstance(hint, types.UnionType):
-        (hint,) = (each for each in typing.get_args(hint) if each is not types.NoneType)
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not types.NoneType)
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
 
 

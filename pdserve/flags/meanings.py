@@ -166,45 +166,47 @@ def translated(
 
     ``takes_model``: the command has a positional MODEL.
     """
-    found, left = [], list(words)
+    ours: list[str] = []
+    left = list(words)
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
         name = flag.replace("_", "-") if flag.startswith("-") else flag
         if name in known:
-            found.append(word)
+            ours.append(word)
         elif name in DEFAULTS:
             say(f"{name} has no effect: {DEFAULTS[name]}")
         elif name in DEFAULTS_WITH_VALUE and (equals or left):
             left = left if equals else left[1:]
             say(f"{name} has no effect: {DEFAULTS_WITH_VALUE[name]}")
         elif name in OF_MODEL and takes_model and (equals or left):
-            found.insert(0, value if equals else left.pop(0))
+            ours.insert(0, value if equals else left.pop(0))
             say(f"{name} is MODEL here, the first word after the command")
-        elif (ours := RENAMED.get(name)) in known:
-            say(f"{name} is {ours} here")
-            found.append(f"{ours}{equals}{value}")
+        elif (renamed := RENAMED.get(name)) in known:
+            say(f"{name} is {renamed} here")
+            ours.append(f"{renamed}{equals}{value}")
         else:
-            found.append(word)
-    return found
+            ours.append(word)
+    return ours
 
 
 def with_our_values(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """Return a command line of our flags in our values. ``say`` gets a line for each value that is translated."""
-    found, left = [], list(words)
+    translation: list[str] = []
+    left = list(words)
     while left:
         word = left.pop(0)
         flag, equals, value = word.partition("=")
         if (flag not in VALUES and flag not in SCALED) or not (equals or left):
-            found.append(word)
+            translation.append(word)
             continue
         value = value if equals else left.pop(0)
         ours = _our_value(flag, value)
         if ours != value:
             say(f"{flag} {value} is {ours or 'the default'} here")
         if ours is not None:
-            found += [f"{flag}={ours}"] if equals else [flag, ours]
-    return found
+            translation += [f"{flag}={ours}"] if equals else [flag, ours]
+    return translation
 
 
 def _our_value(flag: str, value: str) -> str | None:
@@ -234,4 +236,4 @@ def _nearest(flag: str, known: Collection[str]) -> str | None:
     if similar := difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR):
         return similar[0]
     words = set(flag.strip("-").split("-"))
-    return min((each for each in known if words <= set(each.strip("-").split("-"))), key=len, default=None)
+    return min((name for name in known if words <= set(name.strip("-").split("-"))), key=len, default=None)

@@ -56,20 +56,20 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, but raise for unknown arguments here, where the subcommand's flags are known."""
         words = sys.argv[1:] if args is None else list(args)
-        takes_model = any(each.dest == "model" and not each.option_strings for each in self._actions)
+        takes_model = any(action.dest == "model" and not action.option_strings for action in self._actions)
         words = translated(words, self._option_string_actions, self._say, takes_model)
         if "--config" in self._option_string_actions:
             self._sources = FlagSources(self, words, self._describe_unknown)
             words = self._sources.words
         self._problems = []
-        found, unknown = super().parse_known_args(with_our_values(words, self._say), namespace)
+        parsed, unknown = super().parse_known_args(with_our_values(words, self._say), namespace)
         flags = [word for word in unknown if word.startswith("-")] or unknown[:1]
         problems = [*self._problems, *map(self._describe_unknown, flags)]
         if problems:
             raise ConfigError(". Also, ".join(problems))
         if self._sources is not None:
-            found.flag_sources = self._sources.found
-        return found, unknown
+            parsed.flag_sources = self._sources.by_dest
+        return parsed, unknown
 
     def _say(self, text: str) -> None:
         print(f"{self.prog}: {text}", file=sys.stderr)

@@ -46,18 +46,20 @@ class FlagSources:
     """Adds the settings that the command line ``argv`` leaves open. ``unknown`` describes an unknown flag."""
 
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str], unknown: Callable[[str], str]) -> None:
-        self._groups = [[each.dest for each in group._group_actions] for group in parser._mutually_exclusive_groups]
+        self._groups = [[action.dest for action in group._group_actions] for group in parser._mutually_exclusive_groups]
         self._actions = _actions_by_key(parser)
         self._unknown = unknown
         given = _given(parser, argv)
         #: Where the value of a flag comes from, by the flag's name among parsed arguments.
-        self.found = dict.fromkeys(given, COMMAND_LINE)
-        self._taken = {dest for each in given for dest in self._exclusive(each)}
-        self._argv, self._model, self._options = list(argv), list[str](), list[str]()
+        self.by_dest = dict.fromkeys(given, COMMAND_LINE)
+        self._taken = {dest for flag in given for dest in self._exclusive(flag)}
+        self._argv = list(argv)
+        self._model: list[str] = []  # MODEL, where a file or the environment names it
+        self._options: list[str] = []
         if "help" in given:
             return
         if "lifeline_fd" in given:  # a child of `pdserve up`, which resolved all flags; secrets come by the environment
-            self._add([each for each in self._of_environment(os.environ) if each.key in SECRETS])
+            self._add([setting for setting in self._of_environment(os.environ) if setting.key in SECRETS])
             return
         file = given.get("config") or os.environ.get("PDSERVE_CONFIG", "")
         for settings in (self._of_environment(os.environ), self._of_file(file) if file else ()):
@@ -72,7 +74,7 @@ class FlagSources:
     def of_argument(self, name: str) -> str:
         """Return the source of a flag as argparse names it in errors, such as ``--tp/--tensor-parallel-size``."""
         action = self._actions.get(name.split("/")[0].removeprefix("--"))
-        return "" if action is None else self.found.get(action.dest, "")
+        return "" if action is None else self.by_dest.get(action.dest, "")
 
     def _add(self, settings: Iterable[Setting]) -> None:
         """Append the words of settings whose flags have no value yet."""
@@ -85,13 +87,13 @@ class FlagSources:
             if other is not None:
                 raise ConfigError(f"{setting.source}: {setting.key} and {other} set the same; remove one of them")
             taken[action.dest] = setting.key
-            self.found[action.dest] = setting.source
+            self.by_dest[action.dest] = setting.source
             (self._options if action.option_strings else self._model).extend(_words(action, setting))
-        self._taken |= {dest for each in taken for dest in self._exclusive(each)}
+        self._taken |= {dest for flag in taken for dest in self._exclusive(flag)}
 
     def _exclusive(self, dest: str) -> list[str]:
         """Return ``dest`` and the flags that cannot be given with it."""
-        return [dest, *(each for group in self._groups if dest in group for each in group if each != dest)]
+        return [dest, *(other for group in self._groups if dest in group for other in group if other != dest)]
 
     def _of_environment(self, environ: Mapping[str, str]) -> Iterator[Setting]:
         """Yield settings of known flags. Others belong to other commands."""
@@ -127,9 +129,9 @@ class FlagSources:
             if name not in self._actions:
                 raise ConfigError(f"{source}: {self._unknown(f'--{name}')}")
             values = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if any(not isinstance(each, yaml.ScalarNode) or each.tag.endswith(":null") for each in values):
+            if any(not isinstance(item, yaml.ScalarNode) or item.tag.endswith(":null") for item in values):
                 raise ConfigError(f"{source}: {name} needs a value or a list of values")
-            yield Setting(name, [each.value for each in values], source)
+            yield Setting(name, [item.value for item in values], source)
 
 
 def _check_nesting(path: str, text: str) -> None:
@@ -149,10 +151,13 @@ def _check_nesting(path: str, text: str) -> None:
 
 def _actions_by_key(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Return the flags that a file or the environment may set, by their names; MODEL is ``model``."""
-    found = {each.dest: each for each in parser._actions if not each.option_strings and each.dest == "model"}
+    actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
-        found |= {option.removeprefix("--"): action for option in action.option_strings if option.startswith("--")}
-    return {key: action for key, action in found.items() if key not in _NEVER}
+        if action.dest == "model" and not action.option_strings:
+            actions["model"] = action
+    for action in parser._actions:
+        actions |= {option.removeprefix("--"): action for option in action.option_strings if option.startswith("--")}
+    return {key: action for key, action in actions.items() if key not in _NEVER}
 
 
 def _variable(key: str) -> str:
@@ -210,8 +215,8 @@ def _is_list(action: argparse.Action) -> bool:
 
 def describe(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the value and the source of each flag that has been set, by its name."""
-    found: dict[str, str] = getattr(args, "flag_sources", {})
+    sources: dict[str, str] = getattr(args, "flag_sources", {})
     return {
         dest.replace("_", "-"): {"value": getattr(args, dest), "source": source}
-        for dest, source in sorted(found.items())
+        for dest, source in sorted(sources.items())
     }

@@ -158,9 +158,6 @@ class ModelConfig(msgspec.Struct, frozen=True):
 #: Fields that are the node's choice, not the checkpoint's, or that change nothing.
 MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
 
-#: Fields that a release in the window of protocols lacks. Add each new field here, with an empty default.
-LATER_FIELDS = frozenset({"draft_head", "num_draft_layers"})
-
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _NEXTN = (  # the first name in a config counts
     "num_nextn_predict_layers",

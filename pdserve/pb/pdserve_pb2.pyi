@@ -10,13 +10,9 @@ Any node may also read the prefix cache of another one, on a stream of PrefillNo
 Both are long-lived streams whose messages batch simultaneous events. A call per request would make a handoff several
 times slower. Durations are in milliseconds and relative: clocks of two machines are never compared.
 
-Versions (pdserve/config/compatibility.py). A node speaks its newest version and the one before. Nodes of two releases
-speak the older of their newest versions, which D names in its handshake. So a fleet changes its release node by node.
-  - Messages only gain fields. Zero, or an absent message, means what it meant before the field was there. Names, numbers
-    and types never change (tests/nodes/test_protocol_window.py).
-  - A change that the version before would misread, and each new message of a oneof, raises the version. A node uses it
-    only with nodes that have the new version.
-  - What two nodes compute alike belongs to the compatibility hash: KV, digests, sampling noise.
+Versions (pdserve/config/compatibility.py). Nodes and routers of unequal versions do not use each other. A change that the
+version before would misread raises the version. What two nodes compute alike belongs to the compatibility hash: KV,
+digests, sampling noise.
 """
 
 from collections import abc as _abc
@@ -161,7 +157,7 @@ class NodeDescription(_message.Message):
     leases_cache: _builtins.bool
     """a decode node that serves PrefillNode for cached_only prompts; other nodes always do"""
     protocol: _builtins.int
-    """newest version of this protocol that the node speaks; 0: version 5, which does not say"""
+    """version of this protocol"""
     @_builtins.property
     def runner_reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property

@@ -34,8 +34,8 @@ class ChatDialect(GenerateDialect[ChatBody]):
     def parse(self, data: bytes) -> ChatBody:
         return parse_chat(data)
 
-    async def prepare(self, body: ChatBody, model: ServedModel, max_logprobs: int) -> Prepared:
-        return await prepare_chat(body, model, max_logprobs)
+    async def prepare(self, body: ChatBody, model: ServedModel) -> Prepared:
+        return await prepare_chat(body, model)
 
     def respond(self, body: ChatBody, prepared: Prepared, model: ServedModel, options: GenerationOptions) -> Response:
         jobs = prepared.jobs
@@ -53,7 +53,6 @@ class ChatDialect(GenerateDialect[ChatBody]):
 async def prepare_chat(
     body: ChatBody,
     model: ServedModel,
-    max_logprobs: int,
     *,
     always_parsed: bool = False,
     thinking_is_optional: bool = False,
@@ -64,7 +63,7 @@ async def prepare_chat(
     model without reasoning; otherwise it is an error.
     """
     limits = model.fleet.limits((GENERATE,))
-    check_logprobs(body, limits.vocab_size, max_logprobs)
+    check_logprobs(body, limits.vocab_size, model.options.max_logprobs)
     prompt = await encode_chat(body, model.encoder, limits)
     output = ChatOutput(model, body, prompt)
     grammar = await output.grammar()

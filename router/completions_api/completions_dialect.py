@@ -41,9 +41,9 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
     def parse(self, data: bytes) -> CompletionBody:
         return parse_completion(data)
 
-    async def prepare(self, body: CompletionBody, model: ServedModel, max_logprobs: int) -> Prepared:
+    async def prepare(self, body: CompletionBody, model: ServedModel) -> Prepared:
         limits = model.fleet.limits((GENERATE,))
-        check_logprobs(body, limits.vocab_size, max_logprobs)
+        check_logprobs(body, limits.vocab_size, model.options.max_logprobs)
         prompts = await encode_completion(body, model.encoder, limits)
         structure = await model.grammars.conversion().run(body.structure.grammar)
         grammar = await model.grammars.translated(structure)

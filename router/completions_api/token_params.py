@@ -39,11 +39,10 @@ NO_THINKING_BUDGET = ThinkingParams()
 
 def check_logprobs(body: GenerateBody, vocab_size: int, limit: int) -> None:
     """Raises RequestError for more alternatives per token than ``limit``, that of --max-logprobs."""
-    num_logprobs = body.num_logprobs
     everything = body.num_logprobs == ALL_LOGPROBS
-    if (vocab_size if everything else num_logprobs) <= limit or body.logprob_token_ids:
+    if (vocab_size if everything else body.num_logprobs) <= limit or body.logprob_token_ids:
         return
-    given = f"-1, all {vocab_size} tokens of the vocabulary" if everything else cut(str(num_logprobs))
+    given = f"-1, all {vocab_size} tokens of the vocabulary" if everything else cut(str(body.num_logprobs))
     name = body.logprobs_field
     raise RequestError(f"{name} is {given}; the limit is {limit}, ask for fewer", name)
 

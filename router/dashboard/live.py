@@ -1,4 +1,4 @@
-"""The JSON of ``/dashboard/state``, for the dashboard's page and ``pdserve top``. Rates are per second.
+"""The JSON of ``/dashboard/state``, for the dashboard's page. Rates are per second.
 
 None means unknown, or no event of that kind.
 """
@@ -135,10 +135,9 @@ class LiveHistory(msgspec.Struct, frozen=True):
     itl_p99: list[float | None]
     kv_prefill: list[float | None]
     kv_decode: list[float | None]
-    # Routers of the release before have no handoffs here.
-    handoff_p50: list[float | None] = []  # exposed seconds, as in LiveHandoffs
-    handoff_p99: list[float | None] = []
-    kv_read_rate: list[float | None] = []  # bytes per second
+    handoff_p50: list[float | None]  # exposed seconds, as in LiveHandoffs
+    handoff_p99: list[float | None]
+    kv_read_rate: list[float | None]  # bytes per second
 
 
 class LiveReport(msgspec.Struct, frozen=True):

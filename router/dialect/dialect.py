@@ -83,11 +83,10 @@ class GenerateDialect(Dialect[GenerateBodyT]):
         return body
 
     @abstractmethod
-    async def prepare(self, body: GenerateBodyT, model: ServedModel, max_logprobs: int) -> Prepared:
+    async def prepare(self, body: GenerateBodyT, model: ServedModel) -> Prepared:
         """Return prompts with sampling parameters, and the reading of the output.
 
-        ``max_logprobs``: alternatives per token that a request may ask for. Raises RequestError, or Overloaded when no
-        node is ready.
+        Raises RequestError, or Overloaded when no node is ready.
         """
 
     @abstractmethod

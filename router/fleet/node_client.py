@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import msgspec
 
-from pdserve.config.compatibility import common_protocol, describe_window
+from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import PeerError
 from pdserve.hashing import unpack_block_hashes
 from pdserve.kv_groups import blocks_for
@@ -103,7 +103,7 @@ class NodeClient:
     @property
     def _usable(self) -> bool:
         node = self.description
-        if node is None or common_protocol(node.protocol) is None:
+        if node is None or node.protocol != PROTOCOL_VERSION:
             return False
         return node.state == "ready" and node.role == self.role
 
@@ -318,8 +318,8 @@ class NodeClient:
         before = self.description
         if described.role != self.role and before is None:
             logger.error("%s is a %s node, not a %s node; it is not used", self.address, described.role, self.role)
-        if common_protocol(described.protocol) is None and before is None:
-            logger.error("%s is not used: %s", self.address, describe_window(described.protocol))
+        if described.protocol != PROTOCOL_VERSION and before is None:
+            logger.error("%s is not used: %s", self.address, describe_protocol(described.protocol))
         if self.cached is None:
             self.cached = self._prefixes.open(described.cache_sample_bits)
         self.description = described

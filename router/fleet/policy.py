@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve import request_cost as cost
-from pdserve.config.compatibility import PROTOCOL_VERSION, common_protocol
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
 from pdserve.request_cost import LinearCost, OutOfRange, PromptTimes, RequestLoad, StepCosts
 
@@ -74,7 +74,7 @@ class NodeView(msgspec.Struct, frozen=True):
 
     def is_compatible(self, node: NodeView) -> bool:
         """Return whether the nodes can exchange KV and continue each other's answers."""
-        return node.compat_hash == self.compat_hash and common_protocol(node.protocol, self.protocol) is not None
+        return node.compat_hash == self.compat_hash and node.protocol == self.protocol
 
 
 class FleetSnapshot(msgspec.Struct, frozen=True):

@@ -26,5 +26,6 @@ class FirstOutputs:
         self._kept.append(output)
         if self._missing:
             return ()
-        kept, self._kept = self._kept, []
-        return kept
+        first = self._kept
+        self._kept = []
+        return first

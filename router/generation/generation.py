@@ -155,7 +155,8 @@ class PromptRun:
         ``on_trial``: the prompt is suspect, so no prefill node takes part.
         """
         generation = self._generation
-        options, sampling = generation.options, self.job.sampling
+        options = generation.options
+        sampling = self.job.sampling
         if self._started:  # prompt log-probabilities arrive before the first token
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
         message = pb.Generate(
@@ -172,7 +173,8 @@ class PromptRun:
             if choice.token_ids and not choice.finish_reason:
                 message.resume.add(choice=index, token_ids=pack_tokens(choice.token_ids))
         span = options.span.child("generate", kind=SpanKind.CLIENT)
-        message.traceparent, message.tracestate = span.traceparent, span.tracestate
+        message.traceparent = span.traceparent
+        message.tracestate = span.tracestate
         if isinstance(to, Placement):
             num_tokens = self.prefix.num_tokens + self._num_unfinished_tokens
             self._call = self._fleet.move(message, self, to, num_tokens)
@@ -227,7 +229,8 @@ class PromptRun:
         self._migration.on_failure(error, self._call, self._num_unfinished_tokens)
 
     def on_stall(self) -> None:
-        call, num_tokens = self._call, self._num_unfinished_tokens
+        call = self._call
+        num_tokens = self._num_unfinished_tokens
         assert call is not None
         if self._migration.may_leave(call.node, num_tokens, self._has_decode_node):
             self._migration.leave_stalled(self._leave(), num_tokens)
@@ -264,9 +267,9 @@ class PromptRun:
         check_output(output, self.job, self.choices, self.scores)
         if self.scores is not None and self.job.silent:
             output = pb.Output(choice=output.choice, finish_reason="length")
-        for each in self._first.add(output):
+        for ready in self._first.add(output):
             if not self._accounted:  # an earlier output may have ended the request
-                self._take(each)
+                self._take(ready)
 
     def _take(self, output: pb.Output) -> None:
         # Scores do not settle the weights: another node computes all scores again.

@@ -37,7 +37,8 @@ class LogprobTable:
             yield [self._row(index) for index in range(start, min(start + _ROWS, len(self.token_ids)))]
 
     def _row(self, index: int) -> TokenLogprob:
-        start, end = self.ends[index - 1] if index else 0, self.ends[index]
+        start = self.ends[index - 1] if index else 0
+        end = self.ends[index]
         alternatives = list(zip(self.top_ids[start:end], self.top_logprobs[start:end], strict=True))
         logprob = self.logprobs[index]
         own = None if math.isnan(logprob) else logprob

@@ -22,26 +22,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from time import perf_counter
+from time import monotonic
 
 from pdserve.errors import DeadlineExceeded, Draining, EngineCrashed, NodeError, Overloaded, PdserveError
-from router.errors import CrashingRequest, MalformedOutput
+from router.errors import CrashingRequest
 from router.fleet.fleet import NodeCall
+from router.fleet.node_attempts import LONGEST_PAUSE, TIMEOUT, AvoidedNodes, NodeAttempts, failure_reason
 from router.fleet.policy import NodeView, Placement
-from router.fleet.serve_stream import NodeLost
 from router.generation.job import GenerationOptions
 from router.generation.suspicion import Suspicion
 from router.metrics import ModelMetrics
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT = 10.0  # seconds from leaving a node until another one must have accepted the prompt
-_AVOID = 2.0  # seconds to avoid a node that the prompt left: a failing node is not reported at once
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 _TURN_PAUSE = 0.05  # seconds between attempts of a suspect while others are on trial
 _REST = 5.0  # seconds between two moves of a stream
 _LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # log level by reason; other reasons: WARNING
-_FAILURES = ((EngineCrashed, "crashed"), (NodeLost, "lost"), (MalformedOutput, "malformed"))  # reasons in metrics
 
 Accepts = Callable[[NodeView], bool]
 
@@ -65,20 +61,16 @@ class Migration:
         self._metrics = metrics
         self._send = send
         self._give_up = give_up
-        self._left: set[str] = set()  # ids of decode nodes that the prompt has left
-        self._left_at = 0.0  # time when the prompt left the latest node
-        self._give_up_at = 0.0
+        self._attempts = NodeAttempts(options.migrations, AvoidedNodes())
         self.destination: Placement | None = None  # destination of the move after the next token
         self.suspicion = Suspicion(num_choices)
         self._waits_for_turn = False  # only nodes with other suspects are ready
-        self._num_failures = 0
         self._left_stalled = False
         self._rerouted = False  # the prompt was moved from a node without room
         self._moving = False  # the present call is believed to be a move
         self._moved_at = -_REST
         self._computed_by: NodeView | None = None  # node of the tokens so far; another kind may continue differently
         self._reason: PdserveError | None = None
-        self._pause = _FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
         self._cancelled = False
 
@@ -94,7 +86,8 @@ class Migration:
         """Continue the prompt elsewhere after the end of a call, or give up. ``num_tokens`` of output have arrived."""
         if self._cancelled:
             return
-        moving, self._moving = self._moving, False
+        moving = self._moving
+        self._moving = False
         if isinstance(error, EngineCrashed) and self._options.migrations:
             self._on_crash(error, call, num_tokens)
             return
@@ -105,7 +98,7 @@ class Migration:
             self._on_node_failure(error, call.node, num_tokens)
         elif isinstance(error, Overloaded) and moving:
             self._go_elsewhere(call.node, error)
-        elif isinstance(error, Overloaded) and (self._left or self._moved_at > 0):
+        elif isinstance(error, Overloaded) and self._attempts.begun:
             self._retry_later()  # a request that has begun waits for room
         elif not (isinstance(error, Overloaded) and self._reroute(call.node)):
             self._give_up(error)
@@ -124,17 +117,19 @@ class Migration:
     def may_move(self) -> bool:
         if self._cancelled or not self._options.migrations or self.suspicion.crashed or self.destination is not None:
             return False
-        return perf_counter() > self._moved_at + _REST
+        return monotonic() > self._moved_at + _REST
 
     def move(self, node: NodeView, num_tokens: int) -> None:
         """Continue at ``destination``, which reads the KV from ``node``; if that is refused, anywhere."""
-        to, self.destination = self.destination, None
+        to = self.destination
+        self.destination = None
         assert to is not None
         self._count(node, num_tokens, f"to {to.decode}", "moved")
-        self._computed_by, self._moving = node, True
-        self._left_at = self._moved_at = perf_counter()
-        self._give_up_at = self._left_at + _TIMEOUT
-        self._reason, self._pause = Overloaded(f"{to.decode} did not take it"), _FIRST_PAUSE
+        self._computed_by = node
+        self._moving = True
+        self._moved_at = monotonic()
+        self._attempts.begin()
+        self._reason = Overloaded(f"{to.decode} did not take it")
         try:
             self._send(to, False)
         except PdserveError:
@@ -168,14 +163,13 @@ class Migration:
             self._on_node_failure(error, call.node, num_tokens)
 
     def _on_node_failure(self, error: NodeError, node: NodeView, num_tokens: int) -> None:
-        self._num_failures += 1
-        limit = self._options.migrations
-        if self._num_failures > limit:
-            text = f"{self._num_failures} decode nodes failed under this request, the limit is {limit + 1}"
+        if not self._attempts.count_failure():
+            num_failures = self._attempts.num_failures
+            limit = self._options.migrations + 1
+            text = f"{num_failures} decode nodes failed under this request, the limit is {limit}"
             self._give_up(NodeError(f"{text}; the last one: {error}"))
             return
-        why = next((why for kind, why in _FAILURES if isinstance(error, kind)), "failed")
-        self._leave(node, num_tokens, error, why)
+        self._leave(node, num_tokens, error, failure_reason(error))
 
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
         self._count(node, num_tokens, str(error), why)
@@ -185,7 +179,8 @@ class Migration:
 
     def _count(self, node: NodeView, num_tokens: int, text: str, why: str) -> None:
         """Log and count a migration from ``node``."""
-        level, options = _LEVELS.get(why, logging.WARNING), self._options
+        level = _LEVELS.get(why, logging.WARNING)
+        options = self._options
         line = "request %s leaves decode node %s with %d output tokens: %s"
         logger.log(level, line, options.request_id, node.node_id, num_tokens, text, extra=options.log_fields)
         where = {"pdserve.decode_node": node.node_id, "pdserve.migration.reason": why}
@@ -194,17 +189,16 @@ class Migration:
 
     def _go_elsewhere(self, node: NodeView, error: PdserveError) -> None:
         self.destination = None
-        self._left.add(node.node_id)
-        self._left_at = perf_counter()
-        self._give_up_at = self._left_at + _TIMEOUT
-        self._reason, self._pause = error, _FIRST_PAUSE
+        self._attempts.avoided.add(node.node_id)
+        self._attempts.begin()
+        self._reason = error
         self._try()
 
     def _accepts(self, node: NodeView) -> bool:
         before = self._computed_by
         if before is not None and not node.is_compatible(before):
             return False
-        if node.node_id in self._left and perf_counter() < self._left_at + _AVOID:
+        if node.node_id in self._attempts.avoided:
             return False
         self._waits_for_turn |= node.has_suspect
         return self.suspicion.accepts(node)
@@ -221,13 +215,13 @@ class Migration:
             self._give_up(DeadlineExceeded(f"no other decode node took the request in its time: {self._reason}"))
             return
         if self.suspicion.pending and self._waits_for_turn:
-            self._give_up_at = perf_counter() + _TIMEOUT
-        elif perf_counter() > self._give_up_at:
+            self._attempts.allow_more_time()
+        elif self._attempts.expired:
             kind = Overloaded if isinstance(self._reason, Draining | Overloaded) else NodeError
-            self._give_up(kind(f"no other decode node took the request within {_TIMEOUT:g} s: {self._reason}"))
+            self._give_up(kind(f"no other decode node took the request within {TIMEOUT:g} s: {self._reason}"))
             return
-        self._timer = asyncio.get_running_loop().call_later(self._pause, self._try)
-        self._pause = min(2 * self._pause, _TURN_PAUSE if self._waits_for_turn else _LONGEST_PAUSE)
+        pause = self._attempts.next_pause(_TURN_PAUSE if self._waits_for_turn else LONGEST_PAUSE)
+        self._timer = asyncio.get_running_loop().call_later(pause, self._try)
 
 
 def _ignore(*_: object) -> None:

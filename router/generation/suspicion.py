@@ -47,7 +47,8 @@ class Suspicion:
         return not (self.pending and node.has_suspect)
 
     def begin_trial(self, call: NodeCall) -> None:
-        self._call, self._tokens_left = call, self._trial_tokens
+        self._call = call
+        self._tokens_left = self._trial_tokens
         call.suspect = self
 
     def count_token(self) -> None:
@@ -59,7 +60,8 @@ class Suspicion:
 
     def end_trial(self) -> None:
         """Leave the node of the trial to other suspects. Does nothing without a trial."""
-        call, self._call = self._call, None
+        call = self._call
+        self._call = None
         if call is not None:
             call.suspect = None
 

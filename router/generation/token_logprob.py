@@ -21,7 +21,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_output(cls, output: pb.Output, offset: int) -> TokenLogprob:
-        found = output.logprobs
-        top = zip(found.top_ids, found.top_logprobs, strict=True)
+        logprobs = output.logprobs
+        top = zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         alternatives = [(token_id, max(logprob, LOWEST)) for token_id, logprob in top]
-        return cls(output.token_id, offset, max(found.logprob, LOWEST), alternatives)
+        return cls(output.token_id, offset, max(logprobs.logprob, LOWEST), alternatives)

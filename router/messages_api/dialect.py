@@ -33,10 +33,10 @@ class MessagesDialect(GenerateDialect[MessagesBody]):
     def parse(self, data: bytes) -> MessagesBody:
         return parse_messages(data)
 
-    async def prepare(self, body: MessagesBody, model: ServedModel, max_logprobs: int) -> Prepared:
+    async def prepare(self, body: MessagesBody, model: ServedModel) -> Prepared:
         # Agents ask all models to think.
         with named_as(FIELD_NAMES):
-            return await prepare_chat(body, model, max_logprobs, always_parsed=True, thinking_is_optional=True)
+            return await prepare_chat(body, model, always_parsed=True, thinking_is_optional=True)
 
     def respond(
         self, body: MessagesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions

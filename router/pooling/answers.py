@@ -78,8 +78,8 @@ def _scores(body: PairBody, vectors: Vectors, task: str) -> list[float]:
     if task == EMBED:
         values /= np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
         num_queries = len(body.pairs[0])
-        found: list[float] = (values[:num_queries] * values[num_queries:]).sum(axis=1).tolist()
-        return found
+        similarities: list[float] = (values[:num_queries] * values[num_queries:]).sum(axis=1).tolist()
+        return similarities
     if values.shape[1] != 1:
         raise RequestError(f"the model has {values.shape[1]} labels; a score needs one: use another model", "model")
     return [score for (score,) in values.tolist()]

@@ -14,10 +14,12 @@ def split(lengths: Sequence[int], num_nodes: int) -> list[range]:
     share = -(-sum(lengths) // max(1, num_nodes))
     most = min(MAX_TOKENS, max(MIN_TOKENS, share))
     batches: list[range] = []
-    start = num_tokens = 0
+    start = 0
+    num_tokens = 0
     for index, length in enumerate(lengths):
         if index > start and (index - start == MAX_PROMPTS or num_tokens + length > most):
             batches.append(range(start, index))
-            start, num_tokens = index, 0
+            start = index
+            num_tokens = 0
         num_tokens += length
     return [*batches, range(start, len(lengths))]

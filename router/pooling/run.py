@@ -25,8 +25,8 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.tracing.spans import NO_SPAN, Span, SpanKind
 from router.errors import CrashingRequest
 from router.fleet.fleet import Fleet
+from router.fleet.node_attempts import LONGEST_PAUSE, AvoidedNodes, NodeAttempts, failure_reason
 from router.fleet.policy import NodeView
-from router.fleet.serve_stream import NodeLost
 from router.generation.usage import Usage
 from router.metrics import ModelMetrics
 from router.pooling.batches import split
@@ -35,9 +35,6 @@ from router.text.prompt import Prompt
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_NODE = 2  # concurrent calls: the node computes one while the next is on its way
-_TIMEOUT = 10.0  # seconds from the first failure of a batch until a node must have computed it
-_AVOID = 2.0  # seconds for which a failed node gets no further call: a failing node is not reported at once
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 _MAX_VERSIONS = 4  # weight versions that a request tries
 _DEADLINE_GRACE = 0.5  # seconds that a call may outlive the request, whose own error says more
 _VALUE_BYTES = 4  # one float32
@@ -78,9 +75,9 @@ class PoolingRun:
         self._fleet = fleet
         self._metrics = metrics
         self._vectors = [b""] * len(prompts)
-        # Node failures of the batch with the most: so far, and before the present version of the weights.
-        self._most_failures = self._failures_before = 0
-        self._left: dict[str, float] = {}  # node id → time of its failure (time.monotonic)
+        self._most_failures = 0  # node failures of the batch with the most
+        self._failures_before = 0  # that number before the present version of the weights
+        self._avoided = AvoidedNodes()  # by all batches
         self._error: Exception | None = None
         self._suspect = False  # an engine has ended in a step with a batch
         metrics.prompt_tokens.inc(self.usage.prompt_tokens)
@@ -124,10 +121,13 @@ class PoolingRun:
 
     async def _compute_one_version(self) -> None:
         """Raises _WeightsGone."""
-        self._vectors, self.usage.cached_tokens = [b""] * len(self._prompts), 0
+        self._vectors = [b""] * len(self._prompts)
+        self.usage.cached_tokens = 0
+        self.weights = None
         self._failures_before = self._most_failures
-        nodes, lengths = self._usable(), [prompt.num_tokens for prompt in self._prompts]
-        batches, self.weights = split(lengths, len(nodes)), None
+        nodes = self._usable()
+        lengths = [prompt.num_tokens for prompt in self._prompts]
+        batches = split(lengths, len(nodes))
         if len(batches) > 1 and nodes:
             self.weights, num_nodes = Counter(node.weights for node in nodes).most_common(1)[0]
             batches = split(lengths, num_nodes)
@@ -153,7 +153,7 @@ class PoolingRun:
 
     async def _compute(self, batch: range) -> pb.PoolReply:
         """Call nodes until one computes the batch. Failures are limited: a prompt must not crash all nodes."""
-        num_failures, pause, give_up_at = self._failures_before, _FIRST_PAUSE, 0.0
+        attempts = self._attempts()
         while not self._suspect:
             try:
                 return await self._call(batch)
@@ -164,19 +164,22 @@ class PoolingRun:
                 self._suspect = True
                 break
             except NodeError as exc:
-                num_failures += 1
-                self._most_failures = max(self._most_failures, num_failures)
-                if num_failures > self._options.migrations:
-                    text = f"{num_failures} prefill nodes failed under this request; the last one: {exc}"
+                may_move = attempts.count_failure()
+                self._most_failures = max(self._most_failures, attempts.num_failures)
+                if not may_move:
+                    text = f"{attempts.num_failures} prefill nodes failed under this request; the last one: {exc}"
                     raise NodeError(text) from exc
                 self._count_move(batch, exc)
             except Overloaded:
-                if give_up_at and monotonic() > give_up_at:
+                if attempts.expired:
                     raise
-            give_up_at = give_up_at or monotonic() + _TIMEOUT
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            if not attempts.begun:
+                attempts.begin()
+            await asyncio.sleep(attempts.next_pause())
         return await self._compute_alone(batch)
+
+    def _attempts(self) -> NodeAttempts:
+        return NodeAttempts(self._options.migrations, self._avoided, self._failures_before)
 
     async def _compute_alone(self, batch: range) -> pb.PoolReply:
         """Compute a batch of a request that an engine has ended with, while no other such batch runs.
@@ -184,7 +187,8 @@ class PoolingRun:
         Raises CrashingRequest when another engine ends.
         """
         async with self._fleet.suspect_turn:
-            give_up_at = monotonic() + _TIMEOUT
+            attempts = self._attempts()
+            attempts.begin()
             while True:
                 try:
                     return await self._call(batch)
@@ -192,20 +196,19 @@ class PoolingRun:
                     text = "the engines of two prefill nodes have ended while they computed these texts"
                     raise CrashingRequest(f"{text}; the last one: {exc}; report it with the nodes' logs") from exc
                 except (NodeError, Overloaded):
-                    if monotonic() > give_up_at:
+                    if attempts.expired:
                         raise
-                await asyncio.sleep(_LONGEST_PAUSE)
+                await asyncio.sleep(LONGEST_PAUSE)
 
     async def _call(self, batch: range) -> pb.PoolReply:
         """Call one node. Raises PdserveError; the node is then avoided for a while. Raises _WeightsGone."""
         options = self._options
         prompts = self._prompts[batch.start : batch.stop]
         lengths = [prompt.num_tokens for prompt in prompts]
-        left = [node_id for node_id, at in self._left.items() if monotonic() < at + _AVOID]
         nodes = self._usable()
         if self.weights is not None and nodes and self.weights not in {node.weights for node in nodes}:
             raise _WeightsGone
-        node = self._fleet.pooling_node(options.task, lengths, left, self.weights)
+        node = self._fleet.pooling_node(options.task, lengths, self._avoided.ids, self.weights)
         assert node.description is not None, "it was chosen by its view"
         weights = self.weights = node.description.weights
         node_id = node.description.node_id
@@ -229,7 +232,7 @@ class PoolingRun:
             _check(reply, len(batch), vector_size, node_id)
         except (NodeError, Overloaded) as exc:
             span.fail(exc)
-            self._left[node_id] = monotonic()
+            self._avoided.add(node_id)
             raise
         finally:
             span.end()
@@ -239,8 +242,7 @@ class PoolingRun:
         return any(node.node_id != node_id for node in self._usable())
 
     def _count_move(self, batch: range, error: NodeError) -> None:
-        why = "crashed" if isinstance(error, EngineCrashed) else "lost" if isinstance(error, NodeLost) else "failed"
-        self._metrics.migrations.labels(why).inc(len(batch))
+        self._metrics.migrations.labels(failure_reason(error)).inc(len(batch))
         fields = request_fields(self._options.request_id, self._options.span.trace_id)
         text = "request %s sends %d prompts to another node: %s"
         logger.warning(text, self._options.request_id, len(batch), error, extra=fields)

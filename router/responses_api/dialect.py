@@ -64,9 +64,9 @@ class ResponsesDialect(GenerateDialect[ResponsesBody]):
     async def complete(self, body: ResponsesBody, owner: str) -> ResponsesBody:
         return await _complete(body, owner, self.store)
 
-    async def prepare(self, body: ResponsesBody, model: ServedModel, max_logprobs: int) -> Prepared:
+    async def prepare(self, body: ResponsesBody, model: ServedModel) -> Prepared:
         with named_as(FIELD_NAMES):
-            return await prepare_chat(body, model, max_logprobs, always_parsed=True)
+            return await prepare_chat(body, model, always_parsed=True)
 
     def respond(
         self, body: ResponsesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions
@@ -114,9 +114,9 @@ class CompactDialect(GenerateDialect[ResponsesBody]):
     async def complete(self, body: ResponsesBody, owner: str) -> ResponsesBody:
         return await _complete(body, owner, self._store)
 
-    async def prepare(self, body: ResponsesBody, model: ServedModel, max_logprobs: int) -> Prepared:
+    async def prepare(self, body: ResponsesBody, model: ServedModel) -> Prepared:
         with named_as(FIELD_NAMES):
-            return await prepare_chat(body, model, max_logprobs, always_parsed=True)
+            return await prepare_chat(body, model, always_parsed=True)
 
     def respond(
         self, body: ResponsesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import ConfigError
-from router.responses_api.stored_items import PLACE_BYTES, Place, StoredItems, decode_items, num_values, start_of
+from router.responses_api.stored_items import PLACE_BYTES, Place, StoredItems, start_of
 
 StoreError = sqlite3.Error
 
-_VERSION = 3  # schema version; version 2 did not count the objects in lists
+_VERSION = 3  # schema version
 _MAX_ENTRIES = 100_000
 _ENTRY_SHARE = 4  # divisor: an entry may have 1/4 of all bytes
 _IN_PROGRESS = "in_progress"
@@ -201,10 +201,6 @@ class ResponseDatabase:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version == 0:
             db.executescript(f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT")
-        elif version == 2:
-            with self._transaction():
-                self._count_values()
-                db.execute(f"PRAGMA user_version = {_VERSION}")
         elif version != _VERSION:
             raise sqlite3.DatabaseError(f"its tables have version {version}, not {_VERSION}; choose another file")
         with self._transaction():
@@ -229,15 +225,6 @@ class ResponseDatabase:
         sql = "SELECT owner, COUNT(*), SUM(bytes) FROM responses GROUP BY owner"
         for owner, entries, size in self._connection.execute(sql):
             self._count(owner, entries, size)
-
-    def _count_values(self) -> None:
-        db = self._connection
-        for (number,) in db.execute("SELECT number FROM responses").fetchall():
-            row = db.execute("SELECT items, places FROM responses WHERE number = ?", (number,)).fetchone()
-            places = _PLACES_DECODER.decode(row[1])
-            counts = map(num_values, decode_items(row[0], places))
-            counted = [msgspec.structs.replace(place, num_values=next(counts)) for place in places]
-            db.execute("UPDATE responses SET places = ? WHERE number = ?", (_PLACES.encode(counted), number))
 
     def _fail_interrupted(self) -> None:
         db = self._connection

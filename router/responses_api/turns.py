@@ -95,8 +95,8 @@ class SocketTurns(GenerateDialect[ResponsesBody]):
             raise RequestError(text, "previous_response_id", "previous_response_not_found")
         return await self._responses.complete(body, owner)
 
-    async def prepare(self, body: ResponsesBody, model: ServedModel, max_logprobs: int) -> Prepared:
-        return await self._responses.prepare(body, model, max_logprobs)
+    async def prepare(self, body: ResponsesBody, model: ServedModel) -> Prepared:
+        return await self._responses.prepare(body, model)
 
     def respond(
         self, body: ResponsesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions

@@ -7,14 +7,19 @@ plan may still read when steps overlap.
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from flashinfer.jit import get_batch_prefill_uri, jit_spec_registry
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout, determine_attention_backend, device_support_pdl
 from torch import Tensor
 
+from pdserve.config.attention_backends import FlashInferKernel
+from pdserve.config.flashinfer_hosts import record_compiled, search_path
 from pdserve.model.attention_spec import AttentionSpec
 
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for a plan
@@ -64,29 +69,50 @@ class Sizes:
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
+class LoadedKernel(NamedTuple):
+    name: str  # "fa2" or "fa3"
+    module: Any
+
+
+def load_kernel(kernel: FlashInferKernel, device: torch.device) -> LoadedKernel:
+    """Load a kernel, and record that it is compiled. Compile it first unless FlashInfer has cached it: 1 to 3 minutes.
+
+    FlashInfer starts ninja also for a cached kernel.
+    """
+    os.environ["PATH"] = search_path()
+    dtype = getattr(torch, kernel.dtype)
+    no_encoding = PosEncodingMode.NONE.value
+    name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
+    arguments = (
+        dtype,  # queries
+        dtype,  # keys and values
+        dtype,  # results
+        torch.int32,  # indices
+        kernel.head_dim,
+        kernel.value_dim,
+        no_encoding,
+        kernel.windowed,
+        False,  # soft cap of scores
+        False,  # float16 products of queries and keys
+    )
+    module = get_batch_prefill_module(name, *arguments)
+    status = jit_spec_registry.get_spec_status(get_batch_prefill_uri(name, *arguments))
+    if status is not None and status.library_path is not None:
+        with suppress(OSError):  # the next start looks for the kernel again
+            record_compiled(kernel, torch.cuda.get_device_capability(device), status.library_path)
+    return LoadedKernel(name, module)
+
+
 class FlashInferPrefill:
     """FlashInfer's attention of one AttentionSpec, and its current plan."""
 
     def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec) -> None:
-        """Compile the kernel unless FlashInfer has cached it; this takes up to a minute."""
+        """Load the kernel, see ``load_kernel``."""
         device = workspace.device
-        dtype = sizes.dtype
         window = spec.window
-        no_encoding = PosEncodingMode.NONE.value
-        self._name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
-        self._module: Any = get_batch_prefill_module(
-            self._name,
-            dtype,  # queries
-            dtype,  # keys and values
-            dtype,  # results
-            torch.int32,  # indices
-            sizes.head_dim,
-            sizes.value_dim,
-            no_encoding,
-            window is not None,
-            False,  # soft cap of scores
-            False,  # float16 products of queries and keys
-        )
+        dtype = str(sizes.dtype).removeprefix("torch.")
+        kernel = FlashInferKernel(dtype, sizes.head_dim, sizes.value_dim, windowed=window is not None)
+        self._name, self._module = load_kernel(kernel, device)
         self._sizes = sizes
         self._scale = spec.scale
         self._window_left = -1 if window is None else window - 1  # keys before a query's own that it sees

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.config.attention_backends import flashinfer_specs
 from pdserve.model.model_config import ModelConfig
 from runner.attention.flashinfer import FlashInferPrefill, Pages, Rows, Sizes
 from runner.attention.paged_triton import PagedTritonAttention
@@ -71,8 +72,7 @@ class PagedFlashInferAttention(PagedTritonAttention):
         workspace = sizes.workspace(device)
         self._is_fp8 = cache.is_fp8
         self._queries_per_key = _QUERIES_PER_FP8_KEY if cache.is_fp8 else _QUERIES_PER_KEY
-        # Layers with a window never gather, so with an FP8 cache they have no kernel here; nor have layers with sinks.
-        specs = {spec for spec in config.attention if not (spec.has_sinks or (cache.is_fp8 and spec.window))}
+        specs = flashinfer_specs(config.attention, cache.is_fp8)
         self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in specs}
         # All kernels run in graphs or none does: their dtypes are equal.
         self._graph_kernels = [

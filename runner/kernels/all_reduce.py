@@ -97,13 +97,7 @@ def _sum_and_norm_kernel(
 def most_rows(world: int, size: int) -> int:
     """Return the most rows of ``size`` values for which the kernel is faster than NCCL.
 
-    Measured with 4,096 values of 2 bytes, µs on H200s, NCCL followed by our norm (``bench/all_reduce.py``):
-
-        rows                1     8     32    128    256
-        2 ranks, kernel    4.1   5.4    6.2   10.5   16.2
-                 NCCL      7.9   9.3   10.7   16.5   30.6
-        4 ranks, kernel    5.6   6.6   10.7   33.9   59.1
-                 NCCL     12.3  13.6   14.4   20.6   30.9
+    docs/numbers.md#kernels has the times of both.
     """
     return max(1, _MOST_BYTES // ((world - 1) * size // 2 * _PACKET_BYTES))
 

@@ -26,7 +26,7 @@ _CHANNELS = 512  # channels of a program that stores history
 
 
 class ConvolutionTiles(NamedTuple):
-    """Sizes of a program that convolves prompts. ``bench/gated_delta.py`` compares them."""
+    """Sizes of a program that convolves prompts."""
 
     tokens: int = 16  # tokens of a tile: with 4 warps and 128 channels a thread has 16 values
     tiles: int = 4

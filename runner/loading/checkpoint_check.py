@@ -29,7 +29,7 @@ def check_tensors(config: NodeConfig) -> int:
 
     Raises CheckpointError or ConfigError as the node would before it reads them.
     """
-    if config.load_format == "dummy":
+    if config.random_weights:
         _check(config, None)
         return 0
     with open_weights(Path(config.model_dir), config.model, torch.device("cpu"), _dtype(config)) as stored:

@@ -12,7 +12,7 @@ import torch
 
 from pdserve import memory
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.state_slots import choose_slots
+from pdserve.config.resolution.state_slots import choose_slots
 from pdserve.errors import CapacityError
 from pdserve.kv import MAX_BLOCKS, KVLayout
 from pdserve.state import LEAST_SLOTS, StateLayout
@@ -83,9 +83,11 @@ def layouts_that_fit(
     tried = small.total_bytes + (few_states.total_bytes if few_states is not None else 0)
     peak = torch.cuda.max_memory_allocated(parallel.device) - tried
     use = measured_use(parallel.device, peak, graphs)
-    room = use.room_for_kv(config.gpu_memory_utilization)
+    room = use.room_for_kv(config.options.memory_share)
     if states is not None:
-        num_slots = config.state_slots or choose_slots(room, config.kv_layout, states, config.max_num_seqs)
+        num_slots = config.options.state_slots or choose_slots(
+            room, config.kv_layout, states, config.options.max_num_seqs
+        )
         states = msgspec.structs.replace(states, num_slots=parallel.all_reduce_min(num_slots))
         room = max(room - states.total_bytes, 0)
     num_blocks = parallel.all_reduce_min(min(room // config.kv_layout.block_bytes, MAX_BLOCKS))
@@ -94,7 +96,7 @@ def layouts_that_fit(
         "GPU memory: of %s, %.0f%% for this node; weights and largest step %s, CUDA graphs %s, libraries %s, "
         "KV cache %s (%d blocks), recurrent states %s; %s were free",
         gib(use.total),
-        100 * config.gpu_memory_utilization,
+        100 * config.options.memory_share,
         gib(use.peak),
         gib(use.graphs),
         gib(use.libraries),

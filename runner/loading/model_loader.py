@@ -71,8 +71,8 @@ class LoadedModel:
         if isinstance(self.decoder, Decoder):
             if self.decoder.auxiliary is not None:
                 self.decoder.auxiliary.allocate(config.max_batch_tokens)
-            load_draft_head(self.decoder, None if config.load_format == "dummy" else Path(config.draft_dir))
-        if config.load_format == "dummy":
+            load_draft_head(self.decoder, None if config.random_weights else Path(config.draft_dir))
+        if config.random_weights:
             with torch.inference_mode():
                 self.weights.load_random(Path(config.model_dir))
             return

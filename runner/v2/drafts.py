@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,25 +26,9 @@ from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
 from runner.v2.cuda_graphs import CudaGraphs
 from runner.v2.device_sampler import SamplerOutput
 from runner.v2.device_state import DeviceState
-from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch
-from runner.v2.sampling_metadata import SamplingMetadata, copy_to_device
+from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch, SampledRows
+from runner.v2.sampling_metadata import SamplingMetadata
 from runner.v2.verification import DeviceVerification
-
-
-class SampledRows(NamedTuple):
-    """The sequences of a batch that sample, one row each; on the device as long as the batch stays the same."""
-
-    sequences: Tensor  # [rows] int64: their indices in the batch
-    first: Tensor  # [rows] int64: the first token that has a sample, among those of the step
-    drafted: Tensor  # int64: samples of sequences with drafts
-
-    @classmethod
-    def of(cls, indices: BatchIndices, device: torch.device) -> SampledRows:
-        sequences, first = np.unique(indices.sampling, return_index=True)
-        # Decodes come first, with a sample for each token.
-        drafted = np.flatnonzero(indices.is_drafted[indices.sampling])
-        arrays = (sequences, indices.logits_tokens[first], drafted)
-        return cls(*copy_to_device([np.asarray(array, dtype=np.int64) for array in arrays], device))
 
 
 class DeviceDrafts:

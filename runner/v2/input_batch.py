@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +18,7 @@ from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel, take_samples_kernel
 from runner.sequence_rows import StepBatch
 from runner.v2.device_state import DeviceState, StepWords
-from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata
-
-if TYPE_CHECKING:
-    from runner.v2.drafts import SampledRows
+from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata, copy_to_device
 
 _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
@@ -29,6 +26,22 @@ _PAGE_CHUNK = 256
 # The arrays of ``InputBatch.sent``.
 SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS, STATE_SLOTS, NUM_BLOCKS = range(6)
 HAS_DRAFTS = -2  # in place of a sample: the host counts the samples that stay
+
+
+class SampledRows(NamedTuple):
+    """The sequences of a batch that sample, one row each; on the device as long as the batch stays the same."""
+
+    sequences: Tensor  # [rows] int64: their indices in the batch
+    first: Tensor  # [rows] int64: the first token that has a sample, among those of the step
+    drafted: Tensor  # int64: samples of sequences with drafts
+
+    @classmethod
+    def of(cls, indices: BatchIndices, device: torch.device) -> SampledRows:
+        sequences, first = np.unique(indices.sampling, return_index=True)
+        # Decodes come first, with a sample for each token.
+        drafted = np.flatnonzero(indices.is_drafted[indices.sampling])
+        arrays = (sequences, indices.logits_tokens[first], drafted)
+        return cls(*copy_to_device([np.asarray(values, dtype=np.int64) for values in arrays], device))
 
 
 @dataclass
@@ -99,7 +112,7 @@ class InputBuffers:
         self, config: NodeConfig, layout: KVLayout, max_pages: int, device: torch.device, makes_drafts: bool
     ) -> None:
         """Rows of tables have ``max_pages``. If the model ``makes_drafts``, including pages of drafts behind a step."""
-        max_seqs = config.max_num_seqs
+        max_seqs = config.options.max_num_seqs
         max_tokens = config.max_batch_tokens
         self._layout = layout
         self._has_drafts = config.max_drafts > 0

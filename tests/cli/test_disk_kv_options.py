@@ -23,7 +23,7 @@ def config_with(**options: object) -> NodeConfig:
 
 def test_directory_and_size_are_described(tmp_path: Path) -> None:
     config = config_with(host_kv_memory=HOST, disk_kv=str(tmp_path / "a/b"), disk_kv_size=SIZE)
-    assert (config.disk_kv, config.disk_kv_size) == (str(tmp_path / "a/b"), SIZE)
+    assert (config.disk_kv, config.options.disk_kv_size) == (str(tmp_path / "a/b"), SIZE)
     (choice,) = (choice for choice in config.choices if choice.startswith("disk_kv="))
     assert f"up to {SIZE // config.kv_layout.block_bytes} blocks" in choice
     assert not (tmp_path / "a").exists(), "to explain creates nothing"

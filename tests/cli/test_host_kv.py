@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config.host_kv import host_room
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
+from pdserve.config.resolution.host_kv import host_room
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
 from pdserve.memory import free_memory, usable_memory

@@ -215,7 +215,7 @@ def test_tokens_of_a_step(resolved: Resolve, device: DeviceInfo, options: dict[s
 def test_kv_memory_on_a_gpu_is_an_estimate_until_measured(resolved: Resolve) -> None:
     config = resolved(gpu_memory_utilization=0.5)
     assert config.measure_kv_memory
-    assert config.gpu_memory_utilization == 0.5
+    assert config.options.memory_share == 0.5
     weights = num_parameters(config.model, config.position) * 2
     assert 60 << 30 < config.kv_layout.total_bytes <= (70 << 30) - weights
     assert "an estimate" in choice(config, "kv_cache_memory")
@@ -246,7 +246,7 @@ def test_too_small_gpu_is_refused(resolved: Resolve) -> None:
 
 def test_dummy_weights_need_no_weights(resolved: Resolve, tmp_path: Path) -> None:
     config = resolved()
-    assert config.load_format == "dummy"
+    assert config.random_weights
     assert config.compat_fields["weights"] == "dummy"
     assert resolve_model(str(tmp_path), weights=False) == tmp_path
     for needs_weights in (lambda: resolved(load_format="auto"), lambda: read_headers(tmp_path)):

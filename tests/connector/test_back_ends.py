@@ -30,7 +30,7 @@ def test_a_class_of_the_operator_is_built_with_the_setup(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("ucx", "'ucx' is not one of nixl, local, simulated, none; name it, or module:Class"),
+        ("ucx", "'ucx' is not one of nixl, simulated, none; name it, or module:Class"),
         ("no_such_module:Class", "no_such_module cannot be imported: .* put its folder into PYTHONPATH"),
         ("recording_connector:Missing", "recording_connector has no class 'Missing'"),
         ("recording_connector:FILE", "recording_connector has no class 'FILE'"),

@@ -16,6 +16,7 @@ from pdserve.records import DigestOrder
 from runner.kv_digest import KVDigester
 
 MODEL = Model(num_heads=2, block_size=64, head_dim=16, dtype="bfloat16")
+WITHIN_PROCESS = "local_connector:LocalConnector"
 LOCAL = [7, 0, 1, 4]
 REMOTE = [1, 4, 5, 0]
 
@@ -64,7 +65,7 @@ class Fleet:
         self.reader = cache(lambda name: start("reader", name, 8, 11))
 
 
-@pytest.fixture(scope="module", params=["nixl", pytest.param("nixl over tcp", marks=pytest.mark.slow), "local"])
+@pytest.fixture(scope="module", params=["nixl", pytest.param("nixl over tcp", marks=pytest.mark.slow), WITHIN_PROCESS])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     with ExitStack() as stack:
         if request.param == "nixl over tcp":
@@ -97,9 +98,9 @@ def digests(group: RankGroup, block_ids: list[int]) -> list[int]:
 
 
 def test_digests_of_read_blocks_equal_those_of_the_source() -> None:
-    with closing(RankGroup("local", "source", shape("pp2 tp2, small pages", 9))) as source:
+    with closing(RankGroup(WITHIN_PROCESS, "source", shape("pp2 tp2, small pages", 9))) as source:
         source.fill(CELLS)
-        with closing(RankGroup("local", "reader", shape("tp4", 9))) as reader:
+        with closing(RankGroup(WITHIN_PROCESS, "reader", shape("tp4", 9))) as reader:
             assert not any(reader.connect(source.peer))
             assert not any(result.error for result in reader.read(source.epoch, LOCAL, REMOTE))
             assert digests(reader, LOCAL) == digests(source, REMOTE)

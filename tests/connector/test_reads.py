@@ -1,4 +1,4 @@
-"""Reads of all connectors that move bytes: NIXL between processes, memmove within one."""
+"""Reads of all connectors that move bytes: NIXL between processes, memmove within one (tests/support)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from connector import build
 from connector.setup import ConnectorSetup
 from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, Peer
+
+LOCAL = "local_connector:LocalConnector"
 
 # Blocks of 2 KiB: 5,000 of them are more than one chunk.
 OURS = KVLayout(
@@ -36,7 +38,7 @@ class Pair:
         assert (self.reader.blocks[others] == 255).all()
 
 
-@pytest.fixture(scope="module", params=["nixl", "local"])
+@pytest.fixture(scope="module", params=["nixl", LOCAL])
 def shared_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     reader = Reader(build(request.param, ConnectorSetup(f"reader-{os.urandom(4).hex()}")), OURS)
     if request.param == "nixl":
@@ -44,7 +46,7 @@ def shared_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         peer = source.peer
     else:
         cache = pattern(THEIRS)
-        owner = build("local", ConnectorSetup("source-e1"))
+        owner = build(LOCAL, ConnectorSetup("source-e1"))
         region = KVRegion(cache.ctypes.data, cache.nbytes, "cpu", 0)
         peer = Peer("source", "e1", (owner.register(region, THEIRS, lambda: None),))
     yield Pair(reader, peer)

@@ -56,7 +56,7 @@ def test_unknown_metrics_in_queries_are_detected(query: str) -> None:
 
 
 def test_each_alert_has_its_section() -> None:
-    sections = re.findall(r"^### (Pdserve\w+)$", (ROOT / "docs" / "operate-reference.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^## (Pdserve\w+)$", (ROOT / "docs" / "alerts.md").read_text(), re.MULTILINE)
     assert len(set(sections)) == len(sections)
     assert set(sections) == {rule["alert"] for rule in ALERTS}
     assert all(rule["labels"]["severity"] in ("critical", "warning") for rule in ALERTS)

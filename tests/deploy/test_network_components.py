@@ -52,10 +52,11 @@ def test_clients_reach_the_router_by_both_families_and_nodes_have_one_address(bu
         assert (spec["clusterIP"], spec["ipFamilyPolicy"]) == ("None", "SingleStack")
 
 
-def test_digests_of_weights_are_kept_on_a_volume(built: list[Manifest]) -> None:
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "FLASHINFER_WORKSPACE_BASE"])
+def test_digests_of_weights_and_compiled_kernels_are_kept_on_a_volume(built: list[Manifest], variable: str) -> None:
     for each in nodes(built):
         (container,) = each["spec"]["containers"]
-        (cache,) = (entry["value"] for entry in container["env"] if entry["name"] == "XDG_CACHE_HOME")
+        (cache,) = (entry["value"] for entry in container["env"] if entry["name"] == variable)
         (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == cache)
         (volume,) = (volume for volume in each["spec"]["volumes"] if volume["name"] == mount["name"])
         assert not mount.get("readOnly")

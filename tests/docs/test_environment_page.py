@@ -14,7 +14,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "environment.md").read_text()
 ROWS = re.findall(r"^\| (`[A-Z].*?) \|", PAGE, re.MULTILINE)
 LISTED = {name for row in ROWS for name in re.findall(r"[A-Z][A-Z0-9_]+", row)}
-PREFIXES = "PDSERVE|UCX|GOMP|OMP|GLOO|NCCL|GRPC_ENABLE|HF|KUBERNETES|OPENAI|OTEL|SSL_CERT|TRITON|XDG|CUDA_VISIBLE"
+PREFIXES = (
+    "PDSERVE|UCX|GOMP|OMP|GLOO|NCCL|GRPC_ENABLE|HF|KUBERNETES|OPENAI|OTEL|SSL_CERT|TRITON|XDG|CUDA_VISIBLE|"
+    "FLASHINFER_WORKSPACE"
+)
 NO_VARIABLES = {"TRITON_ATTN"}  # vLLM's name of a back end
 VARIABLE = re.compile(f"(?:{PREFIXES})_[A-Z0-9_]+")
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eagle3_training import STEPS, PlainEagle3
+from eagle3_training import train as train_head
 from exact_fleet import STEP, Model, Served, random_prompt
 from fleet import MODEL_NAME, Fleet
+from predictor_training import FirstDrafts, PlainMiMo, plain_acceptance, train
 
 from training.batches import Generator
-from training.eagle3 import STEPS, PlainEagle3
-from training.eagle3 import train as train_head
-from training.predictor import FirstDrafts, PlainMiMo, plain_acceptance, train
 
 LLAMA = Model("llama", {"vocab_size": 4096})  # the tokenizer's vocabulary size, for grammars
 MIMO = Model("mimo", {"vocab_size": 4096, "num_hidden_layers": 2})

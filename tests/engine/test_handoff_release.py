@@ -198,10 +198,21 @@ def test_pull_of_nothing_has_nothing_to_release_or_confirm() -> None:
     assert not handoff.active
 
 
-def test_pull_with_first_tokens_or_more_parts_is_refused() -> None:
+@pytest.mark.parametrize(
+    "tokens",
+    [pb.PrefillEvent(first_tokens=pb.FirstTokens()), pb.PrefillEvent(next_token=pb.SampledToken())],
+    ids=["first", "next"],
+)
+def test_pull_with_tokens_is_given_up(tokens: pb.PrefillEvent) -> None:
     handoff = pulling()
-    with pytest.raises(PeerError, match="first tokens of a pull"):
-        handoff.add_first_tokens([7])
+    handoff.on(part(1), 0.1)
+    actions = handoff.on(tokens, 0.2)
+    assert actions[:-1] == [RELEASE]
+    assert "sent tokens of a pull" in str(failure(actions))
+
+
+def test_pull_with_parts_after_its_end_is_refused() -> None:
+    handoff = pulling()
     handoff.on(part(1), 0.1)
     handoff.on(FINISHED, 0.1)
     actions = handoff.on(part(2), 0.2)

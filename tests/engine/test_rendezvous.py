@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.executor.build import config_for_hosts
 from engine.executor.rank_messages import Hello
 from engine.executor.rendezvous import (
     MAX_PENDING,
@@ -32,7 +34,7 @@ from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
 from pdserve.ipc.frames import framed
 
 CPU = detect_devices("cpu", 1)[0]
-TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), CPU, {}).peer_timing
+TIMING = resolve(NodeOptions(model=str(EMBEDDED_MODEL)), CPU, {}).options.peer_timing
 
 
 def config_of(tp: int = 4, block_size: int = 16, runner: str | None = None) -> NodeConfig:
@@ -123,6 +125,20 @@ def test_a_forced_runner_of_the_leader_holds_for_hosts_without_the_variable() ->
     leader = config_of(runner="0")
     joining = (hello(1), make_hello(leader, 2, leader.device, 1), hello(3, forced_runner="V2"))
     assert [bool(find_mismatch(each, leader)) for each in joining] == [False, False, True]
+
+
+def test_ranks_use_the_attention_backend_that_all_hosts_can_start_with(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine.executor.build")
+    leader = msgspec.structs.replace(config_of(), attention_backend="flashinfer")
+    alpha = hello(1, triton_problem="")
+    beta = msgspec.structs.replace(alpha, host="beta", flashinfer_problem="FlashInfer is not compiled here yet")
+    uncompiled = [alpha, beta]
+    assert config_for_hosts(leader, [alpha]) == leader
+    assert config_for_hosts(leader, uncompiled) == msgspec.structs.replace(leader, attention_backend="triton")
+    assert caplog.messages == ["attention_backend=triton: beta: FlashInfer is not compiled here yet"]
+    options = msgspec.structs.replace(leader.options, attention_backend="flashinfer")
+    named = msgspec.structs.replace(leader, options=options)
+    assert config_for_hosts(named, uncompiled) == named
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
+from local_connector import LocalConnector
 from toy import VOCAB, ErringSource, Slot, ToyRunner, num_tokens
 
 from connector.backends.host_memory import build_host_memory
-from connector.backends.local import LocalConnector
 from connector.setup import ConnectorSetup
 from engine.channel import Channel
 from engine.engine import Engine

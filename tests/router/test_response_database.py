@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,16 +178,12 @@ def test_each_key_and_each_list_item_counts(item: dict[str, Any]) -> None:
     assert num_values(item) == count(item)
 
 
-def test_values_in_a_file_of_the_release_before_are_counted(open_database: Callable[..., ResponseDatabase]) -> None:
-    """The release before did not count the objects in lists."""
+def test_a_file_of_another_version_is_refused(open_database: Callable[..., ResponseDatabase]) -> None:
     database = open_database(100_000_000)
-    items = encode_items([EMPTY_VALUES[0]] * 2)
-    uncounted = [msgspec.structs.replace(place, num_values=7) for place in items.places]
-    put_items(database, StoredItems(items.data, uncounted))
     database._connection.execute("PRAGMA user_version = 2")
     database.close()
-    with pytest.raises(RequestError, match="more than 100000 values; compact the conversation"):
-        find_conversation(open_database(100_000_000), "a", "1", [])
+    with pytest.raises(ConfigError, match="version 2, not 3; choose another file"):
+        open_database(100_000_000)
 
 
 def test_unknown_fields_of_items_are_not_kept() -> None:

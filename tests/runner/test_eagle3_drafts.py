@@ -14,13 +14,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3, node_config
 from drafted_node import DraftedNode, WatchedNode, run, token_ids_of
+from eagle3_training import STEPS, PlainEagle3, train
+from predictor_training import plain_acceptance
+from predictor_training import train as train_target
 
 from engine.draft_source import ModelDrafts
 from pdserve.sampling_params import SamplingParams
 from training.batches import Generator
-from training.eagle3 import STEPS, PlainEagle3, train
-from training.predictor import plain_acceptance
-from training.predictor import train as train_target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REQUESTS = [

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import runner
 from pdserve.config.parallel import choose_parallel_config
-from pdserve.config.quantized_layers import kept_problem
+from pdserve.config.resolution.quantized_layers import kept_problem
 from pdserve.model.kept_weights import is_linear
 from pdserve.model.model_config import load_model_config
 from pdserve.protocols import ModelRunner

@@ -83,7 +83,8 @@ class Card:
         """Return the layouts of a node, beside which other processes take ``meanwhile`` bytes, or free them."""
         self.reserved = 4 * GIB  # weights
         self.libraries = GIB // 2
-        config = msgspec.structs.replace(node_config(model_dir), measure_kv_memory=True, gpu_memory_utilization=share)
+        config = node_config(model_dir, gpu_memory_utilization=share)
+        config = msgspec.structs.replace(config, measure_kv_memory=True)
 
         def try_out(config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> int:
             self.peak = self.reserved + 2 * GIB + bytes_of((layout, states))

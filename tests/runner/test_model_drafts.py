@@ -16,11 +16,11 @@ import pytest
 import torch
 from checkpoints import add_mtp, add_predictor, make_checkpoint, make_mimo, node_config, reference_model
 from drafted_node import DraftedNode, Request, WatchedNode, run, token_ids_of
+from predictor_training import PlainMiMo, plain_acceptance, train
 from safetensors.torch import load_file
 
 from engine.draft_source import ModelDrafts
 from pdserve.sampling_params import SamplingParams
-from training.predictor import PlainMiMo, plain_acceptance, train
 
 VOCAB = 128
 

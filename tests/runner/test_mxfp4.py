@@ -17,7 +17,7 @@ from weight_patches import write_patch
 
 import runner
 from pdserve.config.parallel import choose_parallel_config
-from pdserve.config.quantized_layers import kept_problem
+from pdserve.config.resolution.quantized_layers import kept_problem
 from pdserve.errors import CheckpointError
 from pdserve.model.model_config import load_model_config
 from pdserve.model.moe import MoEConfig

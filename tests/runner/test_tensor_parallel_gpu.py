@@ -41,8 +41,9 @@ def case_of(directory: Path, version: str, dtype: str, tp: int, ep: int = 1) -> 
         device="cuda",
         dtype=dtype,
         max_num_seqs=8,
+        gpu_memory_utilization=0.2,
     )
-    config = msgspec.structs.replace(config, measure_kv_memory=True, gpu_memory_utilization=0.2)
+    config = msgspec.structs.replace(config, measure_kv_memory=True)
     return Case(config, prompts, (GREEDY, SAMPLED), num_tokens=20, chunk=100)
 
 

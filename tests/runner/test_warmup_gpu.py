@@ -233,8 +233,9 @@ def build(checkpoint: Path, version: str, backend: str, graphs: bool, measured: 
         max_num_seqs=MAX_SEQS,
         max_batch_tokens=MAX_TOKENS,
         state_slots=2 * MAX_SEQS,
+        gpu_memory_utilization=0.1,
     )
-    config = msgspec.structs.replace(config, cuda_graphs=graphs, measure_kv_memory=measured, gpu_memory_utilization=0.1)
+    config = msgspec.structs.replace(config, cuda_graphs=graphs, measure_kv_memory=measured)
     model_runner = runner.build(config, lambda stage, fraction: None)
     assert isinstance(model_runner, RunnerV1 | RunnerV2)
     return model_runner

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 import transformers
+from eagle3_training import random_weights as random_head
+from eagle3_training import write_head
 from safetensors.torch import load_file, save_file
 
 from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import choose_parallel_config, shard_of
-from pdserve.config.quantized_layers import keep_quantized, quantized_at_load
+from pdserve.config.resolution.quantized_layers import keep_quantized, quantized_at_load
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv import FP8_E4M3, KVLayout, KVScales
 from pdserve.model.eagle3 import load_eagle3
 from pdserve.model.model_config import load_model_config
-from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.state import StateLayout
-from training.eagle3 import random_weights as random_head
-from training.eagle3 import write_head
 
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
@@ -391,6 +391,7 @@ def node_config(
     state_slots: int = 8,
     draft_layers: int = 0,
     draft_head: Path | None = None,
+    gpu_memory_utilization: float | None = None,
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
 
@@ -413,29 +414,30 @@ def node_config(
     spec = shard_of(model, parallel.position(0)).state_spec(dtype)
     states = None if spec is None else StateLayout(state_slots, model.num_layers - len(model.kv_layers), spec)
     config = NodeConfig(
+        options=NodeOptions(
+            model=str(model_dir),
+            load_format=load_format,
+            max_num_seqs=max_num_seqs,
+            gpu_memory_utilization=gpu_memory_utilization,
+        ),
         model_dir=str(model_dir),
         model=model,
         draft_dir="" if draft_head is None else str(draft_head),
         served_model_name="test",
         device=DeviceInfo(kind=device, index=0, name=device, memory=1 << 34),
         dtype=dtype,
-        load_format=load_format,
+        random_weights=load_format == "dummy",
         max_model_len=max_model_len,
         parallel=parallel,
         kv_layout=layout,
         state_layout=states,
         kv_scales=kv_scales,
-        kv_checksum=True,
         measure_kv_memory=False,
-        gpu_memory_utilization=0.9,
         attention_backend=attention_backend,
         decision=decision,
         cuda_graphs=runner == "V2" and device == "cuda" and attention_backend != "torch",
-        max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
-        max_waiting=1024,
         threads=threads,
-        peer_timing=DEFAULT_TIMING,
         compat_fields={},
     )
     return config.for_rank(0, config.device)

@@ -1,4 +1,4 @@
-"""Metrics in the Prometheus exposition format, scraped from a process, and the table of docs/metrics.md."""
+"""Metrics in the Prometheus exposition format, scraped from a process, and the tables of the docs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (_DOCS / "metrics.md", _DOCS / "cluster.md")  # the latter has vLLM's names
 _ROW = re.compile(
     r"\| `(?P<name>[\w:]+)` \| (?P<on>[RPD, ]+) \| (?P<type>\w+) \| (?P<labels>[a-z_, ]*)\| (?P<meaning>.*)\|"
 )
@@ -40,7 +41,7 @@ class Row:
 
 
 def documented_metrics() -> list[Row]:
-    rows = [found for line in TABLE.read_text().splitlines() if (found := _ROW.match(line))]
+    rows = [row for page in PAGES for line in page.read_text().splitlines() if (row := _ROW.match(line))]
     return [Row(row["name"], _words(row["on"]), row["type"], _words(row["labels"]), row["meaning"]) for row in rows]
 
 

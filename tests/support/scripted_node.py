@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from machine import patience
 
+from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc import channel as rpc
@@ -68,6 +69,7 @@ class ScriptedNode(pb_grpc.DecodeNodeServicer, pb_grpc.NodeServicer):
             epoch="1",
             role="decode",
             state="ready",
+            protocol=PROTOCOL_VERSION,
             model=model,
             compat_hash="h",
             max_model_len=max_model_len,

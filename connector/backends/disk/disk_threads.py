@@ -20,8 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from connector.backends.disk.file_transfer import FileTransfer, NoTransfer, Span, move, open_transfer
+from connector.backends.disk.file_transfer import NoTransfer, move, open_transfer
 from connector.backends.disk.kv_directory import Full, InTheWay, KVDirectory, NewFile
+from connector.backends.file_spans import FileTransfer, Span
 from connector.backends.host_memory import CopyingHostMemory, HostPlace
 from connector.backends.lane import Lane
 from pdserve.disk_kv import (

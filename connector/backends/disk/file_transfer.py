@@ -9,30 +9,12 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 from connector.backends.disk.kv_directory import make_private
+from connector.backends.file_spans import FileTransfer, Span
 from pdserve.errors import PdserveError
 
 _log = logging.getLogger(__name__)
-
-
-class Span(NamedTuple):
-    """The whole content of a file, and its place in memory."""
-
-    fd: int
-    address: int
-    num_bytes: int
-
-
-class FileTransfer(Protocol):
-    """All calls come from one thread."""
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Prepare memory for transfers. Memory that was registered before is ignored. Raises PdserveError."""
-
-    def move(self, spans: Sequence[Span], read: bool) -> str:
-        """Read files into registered memory, or write them. Return an error, or an empty string: all bytes moved."""
 
 
 class NoTransfer:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from connector.backends.file_spans import Span
 from connector.backends.nixl.agent import errors_of, load_library
 from pdserve.errors import CapacityError
-
-if TYPE_CHECKING:
-    from connector.backends.disk.file_transfer import Span
 
 _FIRST_WAIT = 50e-6  # seconds between looks at a transfer
 _LONGEST_WAIT = 2e-3  # seconds

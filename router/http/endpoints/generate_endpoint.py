@@ -39,7 +39,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
         body = await dialect.complete(body, admission.owner)
         model = accounting.use_model(service.find(body.model))
         accounting.use_id(body.request_id)
-        prepared = await dialect.prepare(body, model, service.options.max_logprobs)
+        prepared = await dialect.prepare(body, model)
         options = GenerationOptions(
             request_id=accounting.request_id,
             arrived=accounting.arrived,

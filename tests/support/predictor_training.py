@@ -1,11 +1,7 @@
-"""Trains a small MiMo with a layer that predicts further tokens, in a few minutes on a CPU, and drafts with it plainly.
-
-python -m training.predictor --out DIR          on the embedded model's data, with its tokenizer
-"""
+"""Trains a small MiMo with a layer that predicts further tokens, in minutes on a CPU, and drafts with it plainly."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -19,10 +15,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from training.batches import Generator
 from training.checkpoint import WEIGHTS, copy_settings, write_json
 
-_EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
 _SEED = 7
 _LAYER = "model.mtp_layers.0."
 _RATE, _WARM_UP = 4e-3, 20  # Adam's learning rate, warm-up steps
@@ -180,7 +176,7 @@ def random_weights(config: dict[str, Any], seed: int = _SEED) -> dict[str, Tenso
     return weights
 
 
-def train(out: Path, steps: int, rows: int = 8, length: int = 320, settings: Path = _EMBEDDED_MODEL) -> None:
+def train(out: Path, steps: int, rows: int = 8, length: int = 320, settings: Path = EMBEDDED_MODEL) -> None:
     """Train on ``steps`` batches of rows, and write the checkpoint with the tokenizer of ``settings``."""
     torch.manual_seed(_SEED)
     source = Generator(settings / "tokenizer.json", _SEED)
@@ -207,15 +203,3 @@ def train(out: Path, steps: int, rows: int = 8, length: int = 320, settings: Pat
     copy_settings(settings, out)
     write_json(out / "config.json", CONFIG)
     save_file({name: tensor.detach().contiguous() for name, tensor in model.weights.items()}, out / WEIGHTS)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    flags = argparse.ArgumentParser(prog="python -m training.predictor", description=__doc__)
-    flags.add_argument("--out", type=Path, required=True, help="directory of the trained model")
-    flags.add_argument("--steps", type=int, default=240, help="batches of 8 rows of 320 tokens")
-    options = flags.parse_args(arguments)
-    train(options.out, options.steps)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.node_options import NodeOptions
+from pdserve.config.resolution.resolved import Resolved
 from pdserve.errors import ConfigError, shown
 from pdserve.kv import FP8_E4M3, UNSCALED, KVScales
 from pdserve.model.model_config import ModelConfig
@@ -20,13 +21,10 @@ _LEAST_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA GPUs that c
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
-def choose_kv_dtype(
-    options: NodeOptions, device: DeviceInfo, model: ModelConfig, dtype: str, choices: list[str]
-) -> str:
+def choose_kv_dtype(options: NodeOptions, device: DeviceInfo, model: ModelConfig, dtype: str) -> Resolved[str]:
     """Return the dtype of the cache for a model served in ``dtype``."""
     if options.kv_cache_dtype == "auto":
-        choices.append(f"kv_cache_dtype={dtype}: the model's")
-        return dtype
+        return Resolved(dtype, "the model's")
     if model.latent is not None:
         raise ConfigError(
             f"kv_cache_dtype {options.kv_cache_dtype}: {model.architecture} keeps latents, which no attention backend "
@@ -38,15 +36,15 @@ def choose_kv_dtype(
             f"{'.'.join(map(str, device.capability))}, FP8 needs {'.'.join(map(str, _LEAST_CAPABILITY))} (Ada, Hopper) "
             "or newer; use auto"
         )
-    return FP8_E4M3
+    return Resolved(FP8_E4M3)
 
 
 def choose_kv_scales(
-    options: NodeOptions, model_dir: Path, model: ModelConfig, kv_dtype: str, choices: list[str]
-) -> tuple[KVScales, ...]:
+    options: NodeOptions, model_dir: Path, model: ModelConfig, kv_dtype: str
+) -> Resolved[tuple[KVScales, ...]]:
     """Return the scales of the model's ``kv_layers``: the checkpoint's, else 1.0; empty unless the cache is FP8."""
     if kv_dtype != FP8_E4M3:
-        return ()
+        return Resolved(())
     scheme = model.quantization.get("kv_cache_scheme") or {}
     unlike = [name for name, value in _SCHEME.items() if isinstance(scheme, dict) and scheme.get(name, value) != value]
     if not isinstance(scheme, dict) or unlike:
@@ -55,10 +53,9 @@ def choose_kv_scales(
             f"is {_SCHEME}. Use auto"
         )
     scales = read_kv_scales(read_headers(model_dir), model.kv_layers) if options.reads_weights else ()
-    source = "the checkpoint's" if scales else "the checkpoint has none"
+    reason = "the checkpoint's" if scales else "the checkpoint has none"
     scales = scales or (UNSCALED,) * len(model.kv_layers)
-    choices.append(f"kv_scales={describe_scales(scales)}: {source}")
-    return scales
+    return Resolved(scales, reason, shown=describe_scales(scales))
 
 
 def describe_scales(scales: tuple[KVScales, ...]) -> str:
@@ -67,6 +64,7 @@ def describe_scales(scales: tuple[KVScales, ...]) -> str:
         return "none"
     if set(scales) == {UNSCALED}:
         return "1.0"
-    k, v = [each.k for each in scales], [each.v for each in scales]
+    k = [layer.k for layer in scales]
+    v = [layer.v for layer in scales]
     digest = hashlib.sha256(msgspec.json.encode(scales)).hexdigest()[:8]
     return f"k {min(k):.4g} … {max(k):.4g}, v {min(v):.4g} … {max(v):.4g} in {len(scales)} layers ({digest})"

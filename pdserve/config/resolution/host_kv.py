@@ -14,22 +14,23 @@ from pdserve.state import StateLayout
 
 
 def host_room(config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> HostRoom:
-    """Return the blocks and slots that ``config.host_kv_memory`` bytes hold, divided as the device's memory is.
+    """Return the blocks and slots that ``host_kv_memory`` bytes hold, divided as the device's memory is.
 
     ``layout`` and ``states`` are a rank's, as allocated. All ranks have equal numbers of blocks and slots.
     """
+    size = config.options.host_kv_memory or 0
     block = sum(layout.resized(share.layers, share.num_heads).block_bytes for share in config.shares)
     if states is None:
-        return HostRoom(config.host_kv_memory // block)
+        return HostRoom(size // block)
     slot = states.spec.layer_bytes * sum(share.num_layers for share in config.parallel.state_shares(config.model))
     unit = block * layout.num_blocks + slot * states.num_slots  # bytes of KV and states in device memory, on all ranks
-    num_slots = config.host_kv_memory * states.num_slots // unit
-    return HostRoom((config.host_kv_memory - num_slots * slot) // block, num_slots)
+    num_slots = size * states.num_slots // unit
+    return HostRoom((size - num_slots * slot) // block, num_slots)
 
 
 def check_host_kv(config: NodeConfig) -> str:
     """Return a description of the memory. Raises ConfigError if it holds nothing, or if this host lacks it."""
-    size = config.host_kv_memory
+    size = config.options.host_kv_memory or 0
     room = host_room(config, config.kv_layout, config.state_layout)
     if not room.num_blocks or (config.state_layout is not None and not room.num_slots):
         what = "one block" if config.state_layout is None else "one block and one recurrent state"
@@ -46,7 +47,8 @@ def check_host_kv(config: NodeConfig) -> str:
 
 def check_disk_kv(config: NodeConfig) -> str:
     """Return a description of the directory's size. Raises ConfigError if this host cannot write to it."""
-    path, size = Path(config.disk_kv), config.disk_kv_size
+    path = Path(config.disk_kv)
+    size = config.options.disk_kv_size or 0
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir():
         raise ConfigError(f"disk_kv {path}: {nearest} is not a directory; name another one")

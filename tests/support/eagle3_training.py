@@ -1,12 +1,7 @@
-"""Trains an EAGLE-3 head for a small model, in a few minutes on a CPU, and drafts with it plainly.
-
-python -m training.eagle3 --out DIR                    for the embedded model, on its data
-python -m training.eagle3 --out DIR --target MODEL     for one that training/predictor.py has trained
-"""
+"""Trains an EAGLE-3 head for a small model, in a few minutes on a CPU, and drafts with it plainly."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
@@ -20,10 +15,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from training.batches import Generator
 from training.checkpoint import WEIGHTS, write_json
 
-_EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
 STEPS = 160  # batches of four rows of 320 tokens
 _SEED = 11
 _RATE, _WARM_UP = 3e-3, 20  # Adam's learning rate, warm-up steps
@@ -214,7 +209,7 @@ def write_head(out: Path, config: dict[str, Any], weights: dict[str, Tensor]) ->
     save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, out / WEIGHTS)
 
 
-def train(out: Path, steps: int, rows: int = 4, length: int = 320, target: Path = _EMBEDDED_MODEL) -> None:
+def train(out: Path, steps: int, rows: int = 4, length: int = 320, target: Path = EMBEDDED_MODEL) -> None:
     """Train on ``steps`` batches of rows, and write the head. It learns first drafts; further ones are less right."""
     torch.manual_seed(_SEED)
     source, config = Generator(target / "tokenizer.json", _SEED), head_config(target)
@@ -244,16 +239,3 @@ def train(out: Path, steps: int, rows: int = 4, length: int = 320, target: Path 
         if step % 20 == 19:
             print(f"{time.monotonic() - began:6.1f} s, step {step + 1}: loss {float(loss.detach()):.2f}", flush=True)
     write_head(out, config, weights)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    flags = argparse.ArgumentParser(prog="python -m training.eagle3", description=__doc__)
-    flags.add_argument("--out", type=Path, required=True, help="directory of the trained head")
-    flags.add_argument("--steps", type=int, default=STEPS, help="batches of 4 rows of 320 tokens")
-    flags.add_argument("--target", type=Path, default=_EMBEDDED_MODEL, help="directory of the model")
-    options = flags.parse_args(arguments)
-    train(options.out, options.steps, target=options.target)
-
-
-if __name__ == "__main__":
-    main()

@@ -35,7 +35,8 @@ def kept_problem(
     if kept is MXFP4:
         return _mxfp4_problem(model, parallel, unquantized)
     if model.weight_format == FP8_AT_LOAD:
-        quantized, unquantized = unquantized, ()
+        quantized = unquantized
+        unquantized = ()
     left_out = next((name for name in sorted(unquantized) if is_linear(name)), None)
     if left_out is not None:
         return f"V2 needs all linear layers in {model.weight_format}, but {left_out} is stored unquantized"
@@ -85,7 +86,8 @@ def _mxfp4_problem(model: ModelConfig, parallel: ParallelConfig, unquantized: Co
 
 def _rotated_problem(latent: LatentConfig, num_heads: int, block: int) -> str:
     """Outputs that change places keep their scale only within a block of ``block`` outputs."""
-    size, queries = latent.qk_rope_head_dim, "q_b_proj" if latent.q_lora_rank else "q_proj"
+    size = latent.qk_rope_head_dim
+    queries = "q_b_proj" if latent.q_lora_rank else "q_proj"
     firsts = [(queries, head * latent.qk_head_dim + latent.qk_nope_head_dim) for head in range(num_heads)]
     for name, first in [*firsts, ("kv_a_proj_with_mqa", latent.kv_lora_rank)]:
         if latent.rope_interleave and block > 1 and first % block + size > block:
