@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from array import array
 
-_KEEP, _KEEP_OF_ALL = 0.85, 0.99  # weight of earlier drafts after each new one: about 6 or 100 count
-_FIRST_RATE, _FIRST_HITS = 0.6, 0.5  # initial ``rate`` and ``hits`` of a node
+_KEEP = 0.85  # weight of a sequence's earlier drafts after each new one: about 6 count
+_KEEP_OF_ALL = 0.99  # weight of all earlier drafts: about 100 count
+_FIRST_RATE = 0.6  # initial ``rate`` of a node
+_FIRST_HITS = 0.5  # initial ``hits`` of a node
 _LEAST_PROBABILITY = 0.1  # a draft with a lower probability is not proposed, whatever its cost
 _LEAST_HITS = 0.1  # one probe that finds drafts exceeds it
 _PROBE_EVERY = 8  # output tokens
@@ -59,7 +61,8 @@ class Acceptance:
 
     def gain(self, num_drafts: int) -> float:
         """Return how many of ``num_drafts`` drafts are accepted on average."""
-        rate, gain = self.rate, 0.0
+        rate = self.rate
+        gain = 0.0
         for _ in range(num_drafts):  # rate + rate² + …
             gain = rate * (1.0 + gain)
         return gain

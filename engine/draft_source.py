@@ -25,7 +25,8 @@ class ModelDrafts:
 
     def put(self, num_tokens: int, drafts: tuple[int, ...]) -> None:
         """Keep the drafts that follow the first ``num_tokens`` tokens."""
-        self._num_tokens, self._drafts = num_tokens, drafts
+        self._num_tokens = num_tokens
+        self._drafts = drafts
 
     def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
         return self._drafts[:most] if len(token_ids) == self._num_tokens else ()

@@ -22,11 +22,11 @@ class Engine:
     """Carries out the frontend's commands between steps and sends the events of each step. Single-threaded."""
 
     def __init__(self, scheduler: Scheduler, ranks: Ranks, channel: Channel, stages: int = 1) -> None:
-        self.loop_timer = LoopTimer(lambda: self._pipeline.expected)
         self._scheduler = scheduler
         scheduler.room.emit = partial(self._emit, cache=False)
         self._ranks = ranks
         self._pipeline = StepPipeline(ranks, stages)
+        self.loop_timer = LoopTimer(lambda: self._pipeline.expected)
         self._channel = channel
         self._stopped = False
         self._command: messages.ToEngine | None = None  # being carried out
@@ -38,7 +38,9 @@ class Engine:
         while not self._stopped:
             commands = self._channel.receive(self._patience)
             self.loop_timer.begin()
-            waited, in_runner, attended = self._pipeline.waited, self._ranks.runner_seconds, self._attended
+            waited = self._pipeline.waited
+            in_runner = self._ranks.runner_seconds
+            attended = self._attended
             self.handle(commands)
             self._attend(self._pipeline.plan_at)
             if not self._stopped:
@@ -170,7 +172,8 @@ class Engine:
             if not command.only_check:
                 self._scheduler.forget_cached()
         except PdserveError as exc:
-            kind, message = type(exc).__name__, str(exc)
+            kind = type(exc).__name__
+            message = str(exc)
         self._emit()
         self._channel.send(messages.WeightsAnswer(kind, message, self._ranks.has_weights))
 

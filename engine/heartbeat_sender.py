@@ -64,7 +64,8 @@ class LoopTimer:
 
     def end(self, in_runner: float) -> float:
         """End an iteration that spent ``in_runner`` seconds in the runner; return its duration in seconds."""
-        elapsed, self._began = self.elapsed, 0.0
+        elapsed = self.elapsed
+        self._began = 0.0
         self.longest_gap = max(self.longest_gap, elapsed - in_runner)
         return elapsed
 
@@ -113,7 +114,8 @@ class HeartbeatSender:
         slept = time.perf_counter() - start
         self._thread_gap = max(self._thread_gap, slept - self._interval)
         # Time in which this process did not run does not count.
-        same, self._iteration = self._iteration == self._loop_timer.iteration, self._loop_timer.iteration
+        same = self._iteration == self._loop_timer.iteration
+        self._iteration = self._loop_timer.iteration
         self._iterated = (self._iterated if same else 0.0) + min(slept, 2 * self._interval)
         for monitor in self._monitors:
             monitor.pass_time(slept)

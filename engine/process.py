@@ -95,7 +95,8 @@ def _serve(channel: Channel, heartbeats: socket.socket, launched: Sequence[Launc
     gc.collect()
     gc.freeze()
     channel.send(ready)
-    timeout, send = configure.config.options.peer_timing.answer_timeout, partial(_send_heartbeat, heartbeats)
+    timeout = configure.config.options.peer_timing.answer_timeout
+    send = partial(_send_heartbeat, heartbeats)
     HeartbeatSender(
         engine.loop_timer, send, timeout, ranks.monitors, ranks.waiting_for, num_taken=lambda: channel.num_received
     ).start()
@@ -128,7 +129,8 @@ _DRAFT_SOURCES: dict[str, type[PromptLookup | ModelDrafts]] = {
 
 
 def _draft_options(config: NodeConfig) -> DraftOptions:
-    most, always = config.max_drafts, config.options.always_draft
+    most = config.max_drafts
+    always = config.options.always_draft
     if config.costs is None and config.options.synthetic_acceptance is not None:
         rate = acceptance_rate(config.options.synthetic_acceptance, most)
         return DraftOptions(most, SyntheticDrafts, always, rate)
@@ -155,7 +157,8 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
 
 def _connector_factory(config: NodeConfig, ranks: Ranks, agent: str) -> ConnectorFactory:
     def make(parts: CacheParts) -> KVConnectorScheduler:
-        peers, layers = PeerKV(), config.model.num_kv_layers
+        peers = PeerKV()
+        layers = config.model.num_kv_layers
         if agent:
             peers = ConnectedPeers(parts, checksum=config.options.checks_kv, num_layers=layers)
         return KVConnectorScheduler(parts, peers, build_tiers(parts, config, ranks.kv_layout, ranks.state_layout))

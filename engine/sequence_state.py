@@ -43,14 +43,16 @@ class SequenceState:
 
     def start_from(self, source: int, slot: int) -> None:
         """Let the next step begin with a copy of the state in ``source``."""
-        self.source, self.slot = source, slot
+        self.source = source
+        self.slot = slot
 
     def begin(self) -> int:
         """Let the step that is planned begin with its state. Return the slot that has it.
 
         A snapshot that is copied from stays held until the step has been applied.
         """
-        source, self.source = self.source, NO_SLOT
+        source = self.source
+        self.source = NO_SLOT
         if source == NO_SLOT:
             return self.slot
         self.copied_from.append(source)
@@ -58,7 +60,8 @@ class SequenceState:
 
     def take_spare(self) -> int:
         """Let the peer read the spare slot, which the step that is planned writes. Return it."""
-        self.lease_slot, self.spare = self.spare, NO_SLOT
+        self.lease_slot = self.spare
+        self.spare = NO_SLOT
         return self.lease_slot
 
     def lease_received(self) -> None:
@@ -66,6 +69,10 @@ class SequenceState:
         self.lease_slot = self.slot
         self.start_from(self.slot, self.spare)
         self.spare = NO_SLOT
+
+    def give_up_slot(self) -> None:
+        """A transfer may still write to its own slot: the slot is no longer part of it."""
+        self.slot = NO_SLOT
 
     @property
     def slots(self) -> list[int]:

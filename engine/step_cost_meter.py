@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from pdserve.request_cost import LinearCost, StepCosts, in_range
 
-_KEEP, _KEEP_DECODES = 0.98, 0.998  # weight of earlier points after each new one: about 50 or 500 points count
+_KEEP = 0.98  # weight of earlier points after each new one: about 50 points count
+_KEEP_DECODES = 0.998  # weight of earlier steps that only decode: about 500 count
 _ALIKE = 0.05  # points whose x differ by less than this share of their mean give no slope
 _LEAST_SPREAD = 2.0  # sequences: a slope between steps that differ by less says nothing of steps with a hundred of them
 _SCALE = 1000.0  # tokens; keeps the terms of a fit of chunks in the same order
@@ -53,7 +54,9 @@ class LineFit:
         y = in_range(y)
         old = self._keep * self._weight
         self._weight = old + weight
-        dx, dy, share = x - self._x, y - self._y, weight / self._weight
+        dx = x - self._x
+        dy = y - self._y
+        share = weight / self._weight
         self._x += dx * share
         self._y += dy * share
         self._xx = self._keep * self._xx + dx * dx * old * share
@@ -87,7 +90,8 @@ class LineFit:
         """The share of the mean y that grows with x."""
         if self._xx <= self._weight * (_ALIKE * self._x) ** 2:
             return 0.0 if self._flat else 1.0
-        slope, steepest = self._xy / self._xx, self._y / self._x
+        slope = self._xy / self._xx
+        steepest = self._y / self._x
         return slope / steepest if 0.0 < slope < steepest else float(slope > 0.0)
 
     def _line(self, growing: float) -> LinearCost:
@@ -132,8 +136,11 @@ class ChunkFit:
 
     def add(self, tokens: float, context: float, seconds: float) -> None:
         """Add a point, weighted by its tokens; earlier ones lose weight."""
-        t, c = tokens / _SCALE, tokens * context / _SCALE**2
-        keep, wt, wc = self._keep, tokens * t, tokens * c
+        t = tokens / _SCALE
+        c = tokens * context / _SCALE**2
+        keep = self._keep
+        wt = tokens * t
+        wc = tokens * c
         self._weight = keep * self._weight + tokens
         self._t = keep * self._t + wt
         self._c = keep * self._c + wc
@@ -152,8 +159,11 @@ class ChunkFit:
         """
         if not self:
             return ChunkCost(LinearCost())
-        weight, cc = self._weight * (1.0 + _RIDGE), self._cc * (1.0 + _RIDGE)
-        t, c = self._t / weight, self._c / weight  # the best ``hidden`` is t · token + c · slope - s
+        weight = self._weight * (1.0 + _RIDGE)
+        cc = self._cc * (1.0 + _RIDGE)
+        # The best ``hidden`` is t · token + c · slope - s.
+        t = self._t / weight
+        c = self._c / weight
         best_of_all = _two_terms(
             (self._tt - self._t * t, self._tc - self._t * c, cc - self._c * c),
             (self._ts - self._s * t, self._cs - self._s * c),
@@ -167,10 +177,12 @@ class ChunkFit:
 
 def _two_terms(products: tuple[float, float, float], sums: tuple[float, float]) -> tuple[float, float]:
     """Return the x, y ≥ 0 with the least error, by the normal equations a·x + b·y = p, b·x + c·y = q."""
-    (a, b, c), (p, q) = products, sums
+    a, b, c = products
+    p, q = sums
     determinant = a * c - b * b
     if determinant > 0.0:
-        x, y = (c * p - b * q) / determinant, (a * q - b * p) / determinant
+        x = (c * p - b * q) / determinant
+        y = (a * q - b * p) / determinant
         if x >= 0.0 and y >= 0.0:
             return x, y
     x = max(0.0, p / a) if a > 0.0 else 0.0
@@ -230,7 +242,8 @@ class StepCostMeter:
         if not prompt_tokens:
             self._decodes.add(decodes, self._credible(self._decodes.line.at(decodes), seconds))
             return 0.0
-        line, token = self._decodes.line, self.prompt.slope
+        line = self._decodes.line
+        token = self.prompt.slope
         usual_tokens = self._prompts.mean_x
         self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * line.slope))
         if not decodes:
@@ -279,7 +292,8 @@ class StepCostMeter:
     @property
     def drafts(self) -> LinearCost:
         """Seconds that drafts add to a step, by their number; zeros while not measured, lower as that gets old."""
-        line, share = self._drafts.line, 0.5 ** (self._undrafted / _DRAFTS_HALF_LIFE)
+        line = self._drafts.line
+        share = 0.5 ** (self._undrafted / _DRAFTS_HALF_LIFE)
         return LinearCost(line.base * share, line.slope * share)
 
     @property

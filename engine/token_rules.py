@@ -13,7 +13,8 @@ from pdserve.grammar import without
 from pdserve.records import TokenMask
 from pdserve.sampling_params import SamplingParams
 
-_UNBEGUN, _ENDED = -1, -2
+_UNBEGUN = -1
+_ENDED = -2
 _REST_OF_CHARACTER = 3  # tokens of a byte each
 
 

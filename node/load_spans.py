@@ -17,13 +17,8 @@ def record_fetch(span: Span, fetched: Fetched) -> None:
     """Record a load from host memory or disk that has just ended."""
     now = time.monotonic()
     attributes: Attributes = {"pdserve.load.medium": fetched.medium, "pdserve.load.tokens": fetched.num_tokens}
-    known = _known(
-        "pdserve.load.",
-        expected=fetched.expected,
-        computing=fetched.computing,
-        computed_tokens=fetched.computed_tokens,
-    )
-    span.child("load", {**attributes, **known}, start=now - fetched.seconds).end(now)
+    times = _known("pdserve.load.", expected=fetched.expected, computing=fetched.computing)
+    span.child("load", {**attributes, **times}, start=now - fetched.seconds).end(now)
 
 
 def pull_attributes(costs: StepCosts, num_tokens: int, plan: LoadPlan | None = None) -> dict[str, Value]:

@@ -76,9 +76,9 @@ class OutputAggregator:
             self._reads[read.read_id] = {}
         for copy in orders.copies:
             self._copies[copy.copy_id] = {}
-        for each in orders.disk:
-            if isinstance(each, DiskOrder):
-                self._disk[each.order_id] = {}
+        for disk_order in orders.disk:
+            if isinstance(disk_order, DiskOrder):
+                self._disk[disk_order.order_id] = {}
         for number, order in orders.digests:
             self._digests[number] = (order, {})
         for epoch in orders.disconnect:
@@ -169,10 +169,10 @@ class OutputAggregator:
             return
         ranks[rank] = connection
         if len(ranks) == len(self._ranks):
-            self._merged["connected"].append(combine([ranks[each] for each in self._ranks]))
+            self._merged["connected"].append(combine([ranks[rank] for rank in self._ranks]))
 
-    def _add_digests(self, rank: int, found: tuple[int, tuple[int, ...]]) -> None:
-        number, digests = found
+    def _add_digests(self, rank: int, numbered: tuple[int, tuple[int, ...]]) -> None:
+        number, digests = numbered
         if number not in self._digests:
             return
         order, ranks = self._digests[number]
@@ -185,9 +185,9 @@ class OutputAggregator:
         """Report the memory that every rank has."""
         self._rooms[rank] = room
         if len(self._rooms) == len(self._ranks):
-            rooms = self._rooms.values()
-            room = HostRoom(min(each.num_blocks for each in rooms), min(each.num_slots for each in rooms))
-            self._merged["host_room"] = [room]
+            num_blocks = min(room.num_blocks for room in self._rooms.values())
+            num_slots = min(room.num_slots for room in self._rooms.values())
+            self._merged["host_room"] = [HostRoom(num_blocks, num_slots)]
 
     def _add_failed_peer(self, rank: int, failed: tuple[str, str]) -> None:
         epoch, reason = failed
@@ -245,12 +245,12 @@ class OutputAggregator:
             items.clear()
         return events
 
-    def _sum_digests(self, order: DigestOrder, found: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
+    def _sum_digests(self, order: DigestOrder, digests_of: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
         """Add the digests of all ranks that hold different parts, modulo 2⁶⁴ as int64.
 
         Ranks may hold the same part of each block, of which one counts. Each has a part of recurrent state of its own.
         """
         num_blocks = len(order.block_ids)
-        blocks = zip(*(found[rank][:num_blocks] for rank in self._digesting), strict=True)
-        states = zip(*(digests[num_blocks:] for digests in found.values()), strict=True)
+        blocks = zip(*(digests_of[rank][:num_blocks] for rank in self._digesting), strict=True)
+        states = zip(*(digests[num_blocks:] for digests in digests_of.values()), strict=True)
         return tuple((sum(parts) + 2**63) % 2**64 - 2**63 for parts in chain(blocks, states))

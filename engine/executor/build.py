@@ -85,7 +85,9 @@ def build_rank(
 
 
 def _rank_states(config: NodeConfig, model_runner: ModelRunner) -> RankStates | None:
-    region, layout, share = model_runner.state_region, model_runner.state_layout, config.state_share
+    region = model_runner.state_region
+    layout = model_runner.state_layout
+    share = config.state_share
     return None if region is None or layout is None or share is None else RankStates(region, layout, share)
 
 
@@ -177,8 +179,10 @@ def _assign_ranks(
     configure: Configure, launched: Sequence[LaunchedRank], progress: Callable[[str, float], None]
 ) -> tuple[list[RankChannel], list[NodeConfig]]:
     """Return connections to all ranks but the first, which is this process, and the configuration of each rank."""
-    config, placement = configure.config, configure.placement
-    num_local, parallel = len(placement.devices), config.parallel
+    config = configure.config
+    placement = configure.placement
+    num_local = len(placement.devices)
+    parallel = config.parallel
     timeout = config.options.peer_timing.answer_timeout
     joined: dict[int, JoinedRank] = {}
     if placement.listen:

@@ -29,7 +29,8 @@ def measure_idle_step(ranks: Ranks) -> float:
     slot = NO_SLOT if ranks.state_layout is None else 0
     sampling = SamplingParams(max_tokens=most + 1, temperature=0.0)
     new = NewSequence(_SEQ, bytes(TOKEN_BYTES), 1, 0, blocks, sampling, state_slot=slot)
-    pipeline, seconds = StepPipeline(ranks), list[float]()
+    pipeline = StepPipeline(ranks)
+    seconds = list[float]()
     token = (ScheduledSequence.decode(_SEQ),)
     start = perf_counter()
     for number in range(most):

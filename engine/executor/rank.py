@@ -200,8 +200,8 @@ class Rank:
             self._host_memory.allocate()
         for copy in orders.copies:
             self._host_memory.copy(copy)
-        for each in orders.disk:
-            self._disk.order(each)
+        for disk_order in orders.disk:
+            self._disk.order(disk_order)
         for number, order in orders.digests:
             self._digests.append((number, self._runner.digest(order)))
 

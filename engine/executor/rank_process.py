@@ -66,8 +66,8 @@ def main(argv: list[str]) -> int:
         )
         gc.collect()
         gc.freeze()
-        known = None if digests is None else digests.result()
-        leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights, rank.loaded_files, known))
+        own_digests = None if digests is None else digests.result()
+        leader.send(RankReady(kv, rank.kv_layout, rank.offered_weights, rank.loaded_files, own_digests))
         HeartbeatSender(LoopTimer(), leader.send, assign.config.options.peer_timing.answer_timeout).start()
         threading.Thread(target=_report, args=(rank, in_flight, leader), name="reporter", daemon=True).start()
         while (order := leader.orders.get()) is not None:

@@ -274,7 +274,7 @@ class RankProcesses:
                 channel.monitor.receive(message)
             case RankReady():
                 channel.ready = message
-                if all(each.ready is not None for each in self._channels):
+                if all(channel.ready is not None for channel in self._channels):
                     self._ready.set()
             case Failed():
                 self._end(channel, lambda: Failure.of(channel.rank, message))

@@ -62,7 +62,8 @@ def listen(address: str, seconds: float = 0.0) -> socket.socket:
     A name that does not resolve yet, or not to this host, is tried again for ``seconds``: the name of a pod is
     known some time after the pod has started.
     """
-    (host, port), end = split_address(address), time.monotonic() + seconds
+    host, port = split_address(address)
+    end = time.monotonic() + seconds
     warned = False
     while True:
         try:
@@ -227,7 +228,8 @@ def make_hello(config: NodeConfig, rank: int, device: DeviceInfo, threads: int) 
 
 def connect_leader(address: str, seconds: float) -> socket.socket:
     """Connect as soon as the leader listens. Raises NodeError when it does not within ``seconds``."""
-    host_port, end = split_address(address), time.monotonic() + seconds
+    host_port = split_address(address)
+    end = time.monotonic() + seconds
     while True:
         try:
             return socket.create_connection(host_port, timeout=_ANSWER_SECONDS)

@@ -160,7 +160,8 @@ class BlockPool:
         """
         if self.groups.has_windows:
             return self._match_windows(hashes)
-        blocks, block_of = [], self._block_of[0]
+        blocks = []
+        block_of = self._block_of[0]
         for block_hash in hashes:
             block = block_of.get(block_hash)
             if block is None:
@@ -170,12 +171,12 @@ class BlockPool:
 
     def _match_windows(self, hashes: Iterable[bytes]) -> list[int]:
         chain = longest_prefix(self._block_of, self.groups.windows, hashes, self._block_size)
-        count, num_groups = len(chain), self.groups.num_groups
+        count = len(chain)
+        num_groups = self.groups.num_groups
         entries = [NULL_BLOCK] * (count * num_groups)
         for group, (block_of, window) in enumerate(zip(self._block_of, self.groups.windows, strict=True)):
             begin = first_seen(count * self._block_size, window, self._block_size)
-            found = [block_of[block_hash] for block_hash in chain[begin:]]
-            entries[begin * num_groups + group :: num_groups] = found
+            entries[begin * num_groups + group :: num_groups] = [block_of[block_hash] for block_hash in chain[begin:]]
         return entries
 
     def cached(self, group: int) -> Mapping[bytes, int]:
@@ -201,7 +202,10 @@ class BlockPool:
 
         Another block with an equal hash keeps its entry.
         """
-        block_of, key_of, entered, new = self._block_of[group], self._key_of, self.watcher.entered, []
+        block_of = self._block_of[group]
+        key_of = self._key_of
+        entered = self.watcher.entered
+        new = []
         for index, (block_hash, block) in enumerate(zip(block_hashes, blocks, strict=True)):
             if block == NULL_BLOCK or block_hash in block_of or block in key_of:
                 continue
@@ -277,7 +281,8 @@ def longest_prefix(
         if any(block_hash not in has for has in full):
             break
         chain.append(block_hash)
-    count, before = len(chain), -1
+    count = len(chain)
+    before = -1
     while count != before:
         before = count
         for has, window in zip(of_groups, windows, strict=True):

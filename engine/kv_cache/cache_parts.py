@@ -9,14 +9,8 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_report import CacheReport
 from engine.kv_cache.digest_orders import DigestOrders
 from engine.kv_cache.states import States
-from engine.request import Sequence
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, Totals
-from pdserve.request_cost import Pace
-
-
-def _at_once(sequence: Sequence) -> Pace:
-    return Pace()
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +24,6 @@ class CacheParts:
     meter: StepCostMeter = field(default_factory=StepCostMeter)
     totals: Totals = field(default_factory=Totals)
     clock: Callable[[], float] = lambda: 0.0  # seconds
-    pace: Callable[[Sequence], Pace] = _at_once  # predicts how a waiting sequence would be computed
     digests: DigestOrders = field(default_factory=DigestOrders)  # numbers of orders are unique in an engine
     report: CacheReport = field(init=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
 from pdserve.ipc.kv_events import KVEvents
 
@@ -69,7 +69,7 @@ class NetChanges(CacheRecorder):
             changes.clear()
 
     def take(self) -> list[CacheChanges]:
-        tiers = [TierChanges(medium, *reversed(found.take())) for medium, found in self._tiers.items() if found]
+        tiers = [TierChanges(medium, *reversed(tier.take())) for medium, tier in self._tiers.items() if tier]
         if not (self._cleared or self._stored or self._removed or tiers):
             return []
         changes = CacheChanges(self._cleared, list(self._removed), list(self._stored.values()), tiers)

@@ -27,7 +27,7 @@ import msgspec
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.peer_kv import PeerKV
 from engine.kv_cache.tiers import Tiers
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.ipc.messages import LeaseCached
 from pdserve.records import DigestOrder, KVConnectorOrders, ModelRunnerOutput
 

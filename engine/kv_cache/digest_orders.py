@@ -66,12 +66,14 @@ class DigestOrders:
 
     def take_of_step(self) -> tuple[DigestOrder, ...]:
         """Return the orders for the next step."""
-        orders, self._of_step = tuple(self._of_step), []
+        orders = tuple(self._of_step)
+        self._of_step = []
         return orders
 
     def take_beside(self) -> tuple[tuple[int, DigestOrder], ...]:
         """Return the orders that wait for no step, with their numbers."""
-        orders, self._beside = tuple(self._beside), []
+        orders = tuple(self._beside)
+        self._beside = []
         return orders
 
     def update(self, output: ModelRunnerOutput) -> None:

@@ -50,7 +50,8 @@ class FreeRuns:
             candidates = [first for first in islice(fitting, _BEST_FIT_RUNS) if self._length[first] >= wanted]
             if candidates:
                 return min(candidates, key=self._length.__getitem__)
-        larger, all_from_largest = self._classes[size_class + 1 :], reversed(self._classes)
+        larger = self._classes[size_class + 1 :]
+        all_from_largest = reversed(self._classes)
         return next(first for runs in (*larger, *all_from_largest) for first in runs)
 
     def _take_from(self, first: int, count: int) -> list[int]:

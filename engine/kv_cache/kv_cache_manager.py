@@ -22,12 +22,12 @@ from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.revocation import Lacking, Shortage
 from engine.kv_cache.states import States
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
 from pdserve.state import NO_SLOT, StateOrders
 
 
-class _Found(NamedTuple):
+class _Allocation(NamedTuple):
     """The blocks and the state that ``allocate`` gives to a sequence."""
 
     cached: list[int]  # blocks of the cached prefix
@@ -78,8 +78,8 @@ class KVCacheManager:
 
     def find_cached(self, sequence: Sequence) -> int | None:
         """Return the tokens with cached KV that ``allocate`` would find now; None if too few blocks are free."""
-        found = self._find(sequence)
-        return None if found is None else len(found.cached) // self._num_groups * self._block_size
+        allocation = self._find(sequence)
+        return None if allocation is None else len(allocation.cached) // self._num_groups * self._block_size
 
     def allocate(self, sequence: Sequence) -> bool:
         """Allocate blocks for all tokens: cached ones first, then adjacent ones. Return False if too few are free.
@@ -87,26 +87,29 @@ class KVCacheManager:
         Groups with a window get blocks for one largest step. For a load they get spare ones: where its window lies is
         known when it ends.
         """
-        found = self._find(sequence)
-        if found is None:
+        allocation = self._find(sequence)
+        if allocation is None:
             return False
-        cached = found.cached
+        cached = allocation.cached
         held = _blocks_of(cached) if self._windows else cached
         self._pool.hold(held)
-        fresh = self._pool.take(found.num_fresh, after=held[-1] if held else None)
+        fresh = self._pool.take(allocation.num_fresh, after=held[-1] if held else None)
         assert fresh is not None
         num_cached = len(cached) // self._num_groups * self._block_size
-        self._states.allocate(sequence, found.state_from, num_cached, found.num_matched * self._block_size)
-        if not self._windows:
-            sequence.hold(cached + fresh, num_cached, self._block_size)
-            self._connector.tiers.end_fetch(sequence)
-            return True
-        sequence.hold(cached, num_cached, self._block_size, self._num_groups)
-        sequence.cover(num_cached, len(cached))
-        blocks = iter(fresh)
-        self._add_blocks(sequence, blocks, self._logical(len(sequence.token_ids)), found.covered)
-        kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
-        sequence.hold_windows(kept_from, spare=list(blocks))
+        self._states.allocate(sequence, allocation.state_from, num_cached, allocation.num_matched * self._block_size)
+        sequence.set_computed(num_cached)
+        table = sequence.table
+        table.clear()
+        table.next_full = num_cached + self._block_size
+        if self._windows:
+            table.add(cached, self._block_size, self._num_groups)
+            table.covered = num_cached
+            blocks = iter(fresh)
+            self._add_blocks(sequence, blocks, self._logical(len(sequence.token_ids)), allocation.covered)
+            table.kept_from = [first_seen(num_cached, window, self._block_size) for _, window in self._windows]
+            table.spare = list(blocks)
+        else:
+            table.add(cached + fresh, self._block_size, self._num_groups)
         self._connector.tiers.end_fetch(sequence)
         return True
 
@@ -117,9 +120,11 @@ class KVCacheManager:
 
     def lacking_to_allocate(self, sequence: Sequence) -> Lacking:
         """Return what ``allocate`` lacks."""
-        found = self._needed(sequence)
-        slots = Shortage(self._states.num_lacking(sequence, found.state_from), self._slots_of(found.state_from))
-        return Lacking(self._shortage(found), slots)
+        allocation = self._needed(sequence)
+        slots = Shortage(
+            self._states.num_lacking(sequence, allocation.state_from), self._slots_of(allocation.state_from)
+        )
+        return Lacking(self._shortage(allocation), slots)
 
     def lacking_to_grow(self, sequences: Iterable[Sequence]) -> Lacking:
         """Return what ``grow`` lacks."""
@@ -132,14 +137,14 @@ class KVCacheManager:
         ``behind``: further tokens, of drafts that the model makes in this step.
         """
         for sequence in sequences:
-            end = self._logical(sequence.length + sequence.num_drafts + behind)
-            if end * self._block_size > sequence.capacity and not self._grow_to([(sequence, end, end)]):
+            end = self._logical(sequence.length + sequence.drafts.num_next + behind)
+            if end * self._block_size > sequence.table.capacity and not self._grow_to([(sequence, end, end)]):
                 return
 
     def cover(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate blocks of groups with a window for its next ``num_tokens`` tokens, as far as they are free."""
         end = self._logical(sequence.num_launched + min(num_tokens, sequence.missing))
-        begin = sequence.covered // self._block_size
+        begin = sequence.table.covered // self._block_size
         end = min(end, begin + self.num_free // len(self._windows))
         if end > begin:
             self._grow_to([(sequence, 0, end)])
@@ -154,19 +159,21 @@ class KVCacheManager:
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, most))
         num_matched = len(cached) // self._num_groups
         num_cached, _ = self._states.find(sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size))
-        sequence.looked_up(num_cached * self._block_size)
+        sequence.table.cached_at_lookup = num_cached * self._block_size
 
     def cache_full_blocks(self, sequence: Sequence) -> None:
         """Enter the blocks that are full by now into the prefix cache, and free those behind a window."""
+        table = sequence.table
         hashes = sequence.hashes.upto(sequence.token_ids, sequence.num_computed)
-        first, num_groups = sequence.next_full // self._block_size - 1, self._num_groups
+        first = table.next_full // self._block_size - 1
+        num_groups = self._num_groups
         for group in range(num_groups):
-            blocks = sequence.blocks[first * num_groups + group : len(hashes) * num_groups : num_groups]
+            blocks = table.blocks[first * num_groups + group : len(hashes) * num_groups : num_groups]
             for index in self._pool.cache(hashes[first:], blocks, group):
                 self._pool.recorder.store(sequence, first + index, group)
         if self._windows:
             self._free_behind_windows(sequence)
-        sequence.cached((len(hashes) + 1) * self._block_size)
+        table.next_full = (len(hashes) + 1) * self._block_size
         self._states.settle(sequence)
 
     def decoded(self, sequences: Iterable[Sequence]) -> None:
@@ -194,53 +201,68 @@ class KVCacheManager:
     def received(self, sequence: Sequence, num_tokens: int) -> None:
         """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens."""
         if self._windows:
+            table = sequence.table
             end = self._logical(num_tokens)
-            sequence.cover(end * self._block_size, end * self._num_groups)
-            self._pool.drop(sequence.drop_spare(), Use.HELD)
-        sequence.loaded(self._states.received(sequence, num_tokens))
+            table.covered = end * self._block_size
+            table.ready = end * self._num_groups
+            self._pool.drop(table.take_spare(), Use.HELD)
+        sequence.set_computed(self._states.received(sequence, num_tokens))
         self.cache_full_blocks(sequence)
 
+    def limit_ready_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let steps use the blocks of the first ``num_tokens`` tokens only: a load fills those behind them."""
+        sequence.table.ready = num_tokens // self._block_size * self._num_groups
+
+    def make_all_blocks_ready(self, sequence: Sequence) -> None:
+        """Let steps use all blocks of a sequence again."""
+        sequence.table.ready = len(sequence.table.blocks)
+
     def set_aside(self, sequence: Sequence) -> None:
-        """A waiting sequence is paused: keep no fetched blocks for it, and split no read."""
-        sequence.end_split()
+        """A waiting sequence is paused: keep no fetched blocks for it."""
         self._connector.tiers.end_fetch(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence, except those that a transfer may still write to. No step may be in flight."""
         assert not sequence.in_flight, f"sequence {sequence.seq} frees blocks that a step still writes to"
         quarantined = self._connector.abandon(sequence)  # and the slot of a state
-        blocks = _blocks_of(sequence.blocks) + sequence.spare if self._windows else sequence.blocks
+        table = sequence.table
+        blocks = _blocks_of(table.blocks) + table.spare if self._windows else table.blocks
         self._pool.drop([block for block in blocks if block not in quarantined], Use.HELD)
-        sequence.drop_blocks()
+        table.clear()
+        sequence.set_computed(0)
         self._states.free(sequence)
 
-    def _find(self, sequence: Sequence) -> _Found | None:
+    def _find(self, sequence: Sequence) -> _Allocation | None:
         """Return the blocks and the state for a sequence; None if too few blocks or slots are free."""
-        found = self._needed(sequence)
-        lacks_slots = self._states.num_lacking(sequence, found.state_from) > 0
-        return None if lacks_slots or self._shortage(found).missing > 0 else found
+        allocation = self._needed(sequence)
+        lacks_slots = self._states.num_lacking(sequence, allocation.state_from) > 0
+        return None if lacks_slots or self._shortage(allocation).missing > 0 else allocation
 
-    def _needed(self, sequence: Sequence) -> _Found:
+    def _needed(self, sequence: Sequence) -> _Allocation:
         """Return the blocks and the state that a sequence needs, free or not."""
         cached = self._pool.match(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable))
-        num_matched, state_from = len(cached) // self._num_groups, NO_SLOT
+        num_matched = len(cached) // self._num_groups
+        state_from = NO_SLOT
         if not self._connector.peers.loadable(sequence):  # a load brings the state
             hashes = sequence.hashes.upto(sequence.token_ids, num_matched * self._block_size)
             num_cached, state_from = self._states.find(hashes)
             cached = cached[: num_cached * self._num_groups]
-        num_cached, needed = len(cached) // self._num_groups, self._logical(len(sequence.token_ids))
-        num_fresh, covered = self._num_full * (needed - num_cached), num_cached
+        num_cached = len(cached) // self._num_groups
+        needed = self._logical(len(sequence.token_ids))
+        num_fresh = self._num_full * (needed - num_cached)
+        covered = num_cached
         if self._windows and self._connector.peers.loadable(sequence):
-            size, rest = self._block_size, needed - num_cached
+            size = self._block_size
+            rest = needed - num_cached
             num_fresh += sum(min(rest, window_blocks(window, size)) for _, window in self._windows)
         elif self._windows:
             covered = min(needed, num_cached + self._logical(self._max_batch_tokens))
             num_fresh += len(self._windows) * (covered - num_cached)
-        return _Found(cached, num_fresh, covered, state_from, num_matched)
+        return _Allocation(cached, num_fresh, covered, state_from, num_matched)
 
-    def _shortage(self, found: _Found) -> Shortage:
-        held = _blocks_of(found.cached) if self._windows else found.cached
-        return Shortage(found.num_fresh - self.num_free + self._pool.count_free(held), held)
+    def _shortage(self, allocation: _Allocation) -> Shortage:
+        held = _blocks_of(allocation.cached) if self._windows else allocation.cached
+        return Shortage(allocation.num_fresh - self.num_free + self._pool.count_free(held), held)
 
     def _slots_of(self, slot: int) -> tuple[int, ...]:
         return () if slot == NO_SLOT else (slot,)
@@ -255,11 +277,15 @@ class KVCacheManager:
         In full groups they get blocks for all of their tokens, in the others blocks for the next one.
         """
         if not self._windows:
-            return [(each, self._logical(each.length), 0) for each in sequences if each.length > each.capacity]
+            return [
+                (sequence, self._logical(sequence.length), 0)
+                for sequence in sequences
+                if sequence.length > sequence.table.capacity
+            ]
         return [
-            (each, self._logical(each.length), each.num_launched // self._block_size + 1)
-            for each in sequences
-            if each.length > each.capacity or each.num_launched >= each.covered
+            (sequence, self._logical(sequence.length), sequence.num_launched // self._block_size + 1)
+            for sequence in sequences
+            if sequence.length > sequence.table.capacity or sequence.num_launched >= sequence.table.covered
         ]
 
     def _grow_to(self, ends: list[tuple[Sequence, int, int]]) -> bool:
@@ -277,42 +303,48 @@ class KVCacheManager:
         return True
 
     def _num_missing(self, sequence: Sequence, end: int, covered: int) -> int:
-        missing = self._num_full * max(0, end - len(sequence.blocks) // self._num_groups)
+        missing = self._num_full * max(0, end - len(sequence.table.blocks) // self._num_groups)
         if self._windows:
-            missing += len(self._windows) * max(0, covered - sequence.covered // self._block_size)
+            missing += len(self._windows) * max(0, covered - sequence.table.covered // self._block_size)
         return missing
 
     def _add_blocks(self, sequence: Sequence, fresh: Iterator[int], end: int, covered: int) -> None:
         """Give a sequence the blocks that ``_num_missing`` counts."""
-        held = len(sequence.blocks) // self._num_groups
+        table = sequence.table
+        held = len(table.blocks) // self._num_groups
         if not self._windows:
-            sequence.hold_more(islice(fresh, self._num_full * (end - held)), self._block_size)
+            table.add(islice(fresh, self._num_full * (end - held)), self._block_size, self._num_groups)
             return
-        ready, begin = sequence.ready_blocks, sequence.covered // self._block_size
+        ready = table.ready
+        begin = table.covered // self._block_size
         windows = self._groups.windows
         more = [NULL_BLOCK if window else next(fresh) for _ in range(held, end) for window in windows]
-        sequence.hold_more(more, self._block_size, self._num_groups)
+        table.add(more, self._block_size, self._num_groups)
         if covered > begin:
-            ready, each = covered * self._num_groups, len(self._windows)
-            blocks = list(islice(fresh, (covered - begin) * each))
+            ready = covered * self._num_groups
+            num_windows = len(self._windows)
+            blocks = list(islice(fresh, (covered - begin) * num_windows))
             for number, (group, _) in enumerate(self._windows):
-                sequence.put_blocks(begin * self._num_groups + group, blocks[number::each], self._num_groups)
-        sequence.cover(max(begin, covered) * self._block_size, ready)
+                table.replace(begin * self._num_groups + group, blocks[number::num_windows], self._num_groups)
+        table.covered = max(begin, covered) * self._block_size
+        table.ready = ready
 
     def _last_block(self, sequence: Sequence) -> int | None:
         """Return a block after which to look for adjacent ones: that of the last logical block in the last group."""
-        block = sequence.blocks[-1]
+        block = sequence.table.blocks[-1]
         return None if block == NULL_BLOCK else block
 
     def _free_behind_windows(self, sequence: Sequence) -> None:
         """Free the blocks that no later token sees, nor a token of a step in flight. Oldest first."""
+        table = sequence.table
         behind: list[int] = []
         for number, (group, window) in enumerate(self._windows):
-            begin, end = sequence.kept_from[number], first_block(sequence.num_computed, window, self._block_size)
+            begin = table.kept_from[number]
+            end = first_block(sequence.num_computed, window, self._block_size)
             if end > begin:
                 nulls = [NULL_BLOCK] * (end - begin)
-                behind += sequence.put_blocks(begin * self._num_groups + group, nulls, self._num_groups)
-                sequence.kept_from[number] = end
+                behind += table.replace(begin * self._num_groups + group, nulls, self._num_groups)
+                table.kept_from[number] = end
         behind.reverse()  # ``drop`` begins with the last one
         self._pool.drop(_blocks_of(behind), Use.HELD, passed=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from engine.kv_cache.revocation import FindLacking
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.ipc.messages import LeaseCached, StartRead
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput, Peer
 from pdserve.request_cost import LinearCost

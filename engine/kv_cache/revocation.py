@@ -24,7 +24,8 @@ class Shortage(NamedTuple):
         ``leases``: rids with their leased items. Leases that free nothing are left out.
         """
         chosen: list[int] = []
-        missing, kept = self.missing, frozenset(self.kept)
+        missing = self.missing
+        kept = frozenset(self.kept)
         others: dict[int, int] = {}  # remaining leases, by block
         for rid, items in leases:
             if missing <= 0:

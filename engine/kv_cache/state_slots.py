@@ -30,7 +30,7 @@ from collections.abc import Iterable
 
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.states import States
-from engine.request import Sequence
+from engine.sequence import Sequence
 from engine.sequence_state import SequenceState
 from pdserve.state import LEAST_SLOTS, NO_SLOT, StateOrders, StateSnapshot, handoff_position
 
@@ -78,17 +78,15 @@ class StateSlots(States):
         stops = {last, num_matched, *range(after, last, self._distance)}
         if sequence.request.branches:
             stops.add(sequence.shared_len)
-        sequence.hold_state(
-            SequenceState(
-                slots[0],
-                self._sources,
-                source,
-                spare=slots[1] if needs_spare else NO_SLOT,
-                lease_slot=source if leases_source else NO_SLOT,
-                lease_at=lease_at,
-                decode_distance=self._decode_distance,
-                stops=sorted((stop for stop in stops if num_cached < stop <= last), reverse=True),
-            )
+        sequence.state = SequenceState(
+            slots[0],
+            self._sources,
+            source,
+            spare=slots[1] if needs_spare else NO_SLOT,
+            lease_slot=source if leases_source else NO_SLOT,
+            lease_at=lease_at,
+            decode_distance=self._decode_distance,
+            stops=sorted((stop for stop in stops if num_cached < stop <= last), reverse=True),
         )
 
     def launched(self, sequence: Sequence, num_tokens: int) -> None:
@@ -156,15 +154,16 @@ class StateSlots(States):
     def take_lease(self, sequence: Sequence) -> int:
         state = sequence.state
         assert state is not None
-        slot, state.lease_slot = state.lease_slot, NO_SLOT
+        slot = state.lease_slot
+        state.lease_slot = NO_SLOT
         if slot != NO_SLOT:
             self.pool.move((slot,), Use.HELD, Use.LEASED)
         return slot
 
     def free(self, sequence: Sequence) -> None:
-        state = sequence.drop_state()
-        if state is not None:
-            self.pool.drop(state.slots, Use.HELD)
+        if sequence.state is not None:
+            self.pool.drop(sequence.state.slots, Use.HELD)
+            sequence.state = None
 
     def _cache(self, sequence: Sequence, num_tokens: int, slot: int) -> bytes:
         """Enter a snapshot into the prefix cache, unless there is one after these tokens; return its hash."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.state import NO_SLOT, StateOrders
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.ipc.messages import LeaseCached
 from pdserve.records import NO_ORDERS, KVConnectorOrders, ModelRunnerOutput
 
@@ -28,8 +28,7 @@ class Tiers:
     def fetch(self, sequence: Sequence) -> bool:
         """Begin to bring back cached blocks of a waiting sequence, if that is faster than to compute them.
 
-        The first call decides. Return whether the sequence waits for a fetch now. If not, it may have been given a
-        meeting point (``Sequence.split``): what follows this is being read meanwhile.
+        The first call decides. Return whether the sequence waits for a fetch now.
         """
         return False
 

@@ -34,7 +34,7 @@ from engine.kv_cache.block_pool import Use
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.peer_kv import PeerKV
 from engine.kv_cache.revocation import FindLacking
-from engine.request import Sequence
+from engine.sequence import Sequence
 from engine.step_cost_meter import LineFit
 from pdserve.errors import ConfigError
 from pdserve.hashing import BlockHashes, root_hash
@@ -169,13 +169,14 @@ class ConnectedPeers(PeerKV):
             self._events.reads.append(ReadEnded(message.rid, message.epoch, ReadResult(read_id, problem)))
             return
         self._place_windows(sequence, pairs)
-        blocks = tuple(self._entries(sequence.blocks, pairs))
+        blocks = tuple(self._entries(sequence.table.blocks, pairs))
         if self._layers_of.get(message.epoch, self._num_layers) < self._num_layers:
             sequence.request.lacks_draft_kv = True
         local_state = NO_SLOT
         if message.remote_state != NO_SLOT:
             assert sequence.state is not None
-            load.has_state, local_state = True, sequence.state.slot
+            load.has_state = True
+            local_state = sequence.state.slot
         order = KVRead(
             read_id,
             message.epoch,
@@ -205,7 +206,8 @@ class ConnectedPeers(PeerKV):
         return bool(self._loads)
 
     def take_started(self) -> Collection[int]:
-        started, self._started = self._started, []
+        started = self._started
+        self._started = []
         return started
 
     def finish_load(self, sequence: Sequence, num_tokens: int, at: float) -> bool:
@@ -230,7 +232,7 @@ class ConnectedPeers(PeerKV):
             if read.order.local_state != NO_SLOT:
                 assert sequence.state is not None
                 self._states.pool.move((read.order.local_state,), Use.HELD, Use.QUARANTINED)
-                sequence.state.slot = NO_SLOT
+                sequence.state.give_up_slot()
         return quarantined
 
     def _num_blocks(self, num_tokens: int) -> int:
@@ -252,20 +254,22 @@ class ConnectedPeers(PeerKV):
         """Put spare blocks where a load needs them in groups with a window."""
         for index, group in pairs:
             if self._groups.windows[group] is not None:
-                sequence.use_spare(index * self._groups.num_groups + group)
+                sequence.table.use_spare(index * self._groups.num_groups + group)
 
     def _states_of(self, slot: int) -> tuple[int, ...]:
         return () if slot == NO_SLOT else (slot,)
 
     def _check_announcement(self, message: StartRead, sequence: Sequence, pairs: list[Pair]) -> str:
         """Return why a peer's announcement of blocks is wrong, or an empty string. It must name ``pairs``."""
-        num_tokens, num_blocks = message.num_tokens, len(message.remote_blocks)
-        load_len, num_missing = sequence.load_len, len(pairs)
+        num_tokens = message.num_tokens
+        num_blocks = len(message.remote_blocks)
+        load_len = sequence.load_len
+        num_missing = len(pairs)
         if num_tokens > load_len or (num_tokens % self._block_size and num_tokens != load_len):
             return f"the peer named blocks up to token {num_tokens} of a prompt of {load_len}"
         if not num_blocks or num_blocks != num_missing:
             return f"the peer named {num_blocks} blocks where {num_missing} are missing"
-        if sum(self._groups.windows[group] is not None for _, group in pairs) > len(sequence.spare):
+        if sum(self._groups.windows[group] is not None for _, group in pairs) > len(sequence.table.spare):
             return "the peer named blocks of windows after those of a pull that ends earlier"
         has_state = message.remote_state != NO_SLOT
         if (num_tokens == load_len and not has_state) if self._states.recurrent else has_state:
@@ -283,7 +287,9 @@ class ConnectedPeers(PeerKV):
     def add_orders(self, orders: KVConnectorOrders) -> KVConnectorOrders:
         if not self.has_orders:
             return orders
-        connect, disconnect, reads = tuple(self._connect), tuple(self._disconnect), tuple(self._reads_ordered)
+        connect = tuple(self._connect)
+        disconnect = tuple(self._disconnect)
+        reads = tuple(self._reads_ordered)
         self._connect.clear()
         self._disconnect.clear()
         self._reads_ordered.clear()
@@ -309,17 +315,20 @@ class ConnectedPeers(PeerKV):
                 read.load.reads.discard(result.read_id)
             self._events.reads.append(ReadEnded(read.message.rid, read.order.epoch, result))
             if self._checksum and read.load is not None and not result.error:
-                groups, num_tokens = read.order.groups, read.message.num_tokens
+                groups = read.order.groups
+                num_tokens = read.message.num_tokens
                 states = self._states_of(read.order.local_state)
                 common = self._common_layers(self._layers_of.get(read.order.epoch, 0))
                 self._digests.add(blocks, groups, num_tokens, partial(self._compare, read), states, num_layers=common)
 
-    def _compare(self, read: _Read, found: tuple[int, ...]) -> None:
+    def _compare(self, read: _Read, digests: tuple[int, ...]) -> None:
         """Compare the digests of a read with the announced ones. Ignore those of ended requests."""
-        rid, expected, text = read.message.rid, read.message.digests, ""
+        rid = read.message.rid
+        expected = read.message.digests
+        text = ""
         if self._loads.get(rid) is not read.load:
             return
-        corrupt = [index for index, digest in enumerate(found) if digest != expected[index]]
+        corrupt = [index for index, digest in enumerate(digests) if digest != expected[index]]
         if corrupt:
             index = corrupt[0]
             if index < len(read.pairs):
@@ -329,8 +338,8 @@ class ConnectedPeers(PeerKV):
             else:
                 name = f"the recurrent state, in slot {read.order.remote_state} at the peer,"
             text = (
-                f"checksum of {len(corrupt)} of {len(found)} blocks differs: {name} was announced with "
-                f"{expected[index] % 2**64:#018x} and arrived with {found[index] % 2**64:#018x}"
+                f"checksum of {len(corrupt)} of {len(digests)} blocks differs: {name} was announced with "
+                f"{expected[index] % 2**64:#018x} and arrived with {digests[index] % 2**64:#018x}"
             )
         self._events.checked.append(ReadChecked(rid, read.order.epoch, len(corrupt), text))
 
@@ -343,11 +352,12 @@ class ConnectedPeers(PeerKV):
         if not (self._checksum and sequence.for_peer):
             return
         lease = self._lease(sequence)
-        start, end, num_tokens = lease.num_digested, *self._leasable(sequence, sequence.num_launched)
+        start = lease.num_digested
+        end, num_tokens = self._leasable(sequence, sequence.num_launched)
         if end > start:
             lease.num_digested = end
             pairs = self._pairs(start, end, sequence.prompt_len - 1)
-            blocks = tuple(self._entries(sequence.blocks, pairs))
+            blocks = tuple(self._entries(sequence.table.blocks, pairs))
             ends = sequence.state is not None and num_tokens == sequence.prompt_len
             states = self._states_of(sequence.state.lease_slot if sequence.state is not None and ends else NO_SLOT)
             if blocks:
@@ -361,7 +371,8 @@ class ConnectedPeers(PeerKV):
                 )
 
     def take_last_chunks(self) -> Collection[int]:
-        last, self._last_chunks = self._last_chunks, []
+        last = self._last_chunks
+        self._last_chunks = []
         return last
 
     def computed(self, sequence: Sequence) -> None:
@@ -369,8 +380,9 @@ class ConnectedPeers(PeerKV):
         if not sequence.for_peer:
             return
         lease = self._lease(sequence)
-        start, end, num_tokens = lease.num_announced, *self._leasable(sequence, sequence.num_computed)
-        blocks = self._entries(sequence.blocks, self._pairs(start, end, sequence.prompt_len - 1))
+        start = lease.num_announced
+        end, num_tokens = self._leasable(sequence, sequence.num_computed)
+        blocks = self._entries(sequence.table.blocks, self._pairs(start, end, sequence.prompt_len - 1))
         if not blocks:  # or all are behind windows
             return
         self._pool.lease(blocks)
@@ -380,7 +392,8 @@ class ConnectedPeers(PeerKV):
         if last:
             lease.state_slot = self._states.take_lease(sequence)
         num_digests = len(blocks) + (lease.state_slot != NO_SLOT)
-        digests, lease.digests[:num_digests] = tuple(lease.digests[:num_digests]), ()
+        digests = tuple(lease.digests[:num_digests])
+        del lease.digests[:num_digests]
         leased = Leased(sequence.rid, tuple(blocks), num_tokens, last, digests, lease.state_slot)
         self._events.leased.append(leased)
 
@@ -388,7 +401,8 @@ class ConnectedPeers(PeerKV):
         token_ids = array("I", message.token_ids)
         hashes = BlockHashes(self._block_size, root_hash(message.cache_salt))
         cached = self._pool.match(hashes.one_by_one(token_ids, len(token_ids)))
-        skipped, end = message.skip_tokens // self._block_size, len(cached) // self._groups.num_groups
+        skipped = message.skip_tokens // self._block_size
+        end = len(cached) // self._groups.num_groups
         end, state_slot = self._states.find(hashes.upto(token_ids, end * self._block_size))
         num_tokens = end * self._block_size
         pairs = self._pairs(skipped, end, num_tokens)

@@ -14,9 +14,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable
 
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.microbatch import SampledTokens
+from engine.sequence import Sequence
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import Batch, Outputs, Prefilled
@@ -54,8 +55,9 @@ class ChoiceManager:
 
     def take_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> bool:
         """Emit a token after the first one. Return whether the sequence continues."""
-        request, token_ids = sequence.request, sequence.token_ids
-        sequence.append(token_id)
+        request = sequence.request
+        token_ids = sequence.token_ids
+        sequence.append_token(token_id)
         reason = None
         if token_id in request.stop_ids or len(token_ids) == sequence.max_length:
             reason = self._reason(request, token_id, sequence.num_outputs)
@@ -80,7 +82,7 @@ class ChoiceManager:
             self._events.outputs.add(request.rid, choice, token_id, logprobs=logprobs, finish=reason)
             if reason is None:
                 request.branches[choice] = array("I", (token_id,))
-        sequence.append(sampled[0][0])
+        sequence.append_token(sampled[0][0])
         if request.branches.pop(sequence.choice, None) is None:
             return False
         self._constraints.sampled(sequence)
@@ -88,8 +90,9 @@ class ChoiceManager:
 
     def _take_first_tokens_for_peer(self, sequence: Sequence, sampled: SampledTokens) -> bool:
         """Emit the first tokens of all choices on P. Return whether the only choice may decode ahead."""
-        request, (token, _) = sequence.request, sampled[0]
-        sequence.append(token)
+        request = sequence.request
+        token, _ = sampled[0]
+        sequence.append_token(token)
         self._emit_prefilled(request)
         ends = len(sequence.token_ids) == sequence.max_length or self._reason(request, token, 1) is not None
         for choice, (token_id, logprobs) in enumerate(sampled):
@@ -115,11 +118,9 @@ class ChoiceManager:
         }
         if not live:
             return False
-        del request.sequences[sequence.choice]
         choice = min(live)
         tokens = live.pop(choice)
         sequence.continue_as(choice, tokens)
-        request.sequences[choice] = sequence
         self._constraints.sampled(sequence, len(tokens))
         request.branches = live
         return True
@@ -148,7 +149,6 @@ class ChoiceManager:
         )
         self._next_seq += 1
         self._constraints.begin(sequence)
-        request.sequences[choice] = sequence
         return sequence
 
     def _emit_prefilled(self, request: Request) -> None:

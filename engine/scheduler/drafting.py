@@ -25,11 +25,11 @@ import msgspec
 from engine.acceptance import Acceptance
 from engine.draft_source import DraftSource, ModelDrafts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Sequence
 from engine.scheduler.step_builder import StepBuilder
+from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Totals
-from pdserve.records import Drafts, ScheduledSequence
+from pdserve.records import Drafts, ScheduledSequence, StepOutput, StepPlan
 
 _MANY = 1 << 30
 _GROWTH = 4  # times the drafts that were measured in one step
@@ -86,22 +86,24 @@ class Drafting:
         """
         if self._make_source is None or self._stages > 1:
             return False
-        decodes = [each for each in running if each.decodes_here]
-        if any(each.verifying and not each.blocked for each in running):
+        decodes = [sequence for sequence in running if sequence.decodes_here]
+        if any(sequence.drafts.verifying and not sequence.blocked for sequence in running):
             return True
-        if not any(each.in_flight for each in decodes) or (self._by_model and not self._ahead):
+        if not any(sequence.in_flight for sequence in decodes) or (self._by_model and not self._ahead):
             return False
         if self._always:
             return any(map(self._waits, decodes))
-        able = [each.acceptance for each in decodes if each.acceptance is not None and each.draft_limit(1)]
-        num_drafts = self._most * sum([each.hits for each in able])
-        return self._pays(len(decodes), sum([each.expected for each in able]), num_drafts, self._gap.seconds)
+        able = [sequence.drafts.acceptance for sequence in decodes if sequence.draft_limit(1)]
+        acceptances = [acceptance for acceptance in able if acceptance is not None]
+        num_drafts = self._most * sum([acceptance.hits for acceptance in acceptances])
+        expected = sum([acceptance.expected for acceptance in acceptances])
+        return self._pays(len(decodes), expected, num_drafts, self._gap.seconds)
 
     def ready(self, running: Collection[Sequence]) -> Collection[Sequence]:
         """Return the sequences that may take part in the next step: all but those whose drafts follow a result."""
         if self._make_source is None or self._stages == 1:
             return running
-        return [each for each in running if not self._waits(each)]
+        return [sequence for sequence in running if not self._waits(sequence)]
 
     def add_decodes(self, builder: StepBuilder, sequences: Collection[Sequence]) -> None:
         """Add decodes to a step, with drafts as far as blocks are free. A source drafts behind tokens on the host."""
@@ -111,21 +113,25 @@ class Drafting:
             return
         if self._make_source is None:
             for sequence in sequences:
-                sequence.want_drafts(0 if sequence.constraint is not None else sequence.draft_limit(self._most))
+                unmasked = sequence.constraint is None
+                sequence.drafts.num_next = sequence.draft_limit(self._most) if unmasked else 0
         else:
             self._draft(sequences, self._make_source)
         self._kv.grow_for_drafts(sequences, self._most - 1 if self._by_model else 0)
         builder.add_decodes(sequences, self._launch)
         self._kv.decoded(sequences)
         builder.count_drafts(self._num_drafts, self._drafts)
-        self._num_drafts, self._drafts = 0, []
+        self._num_drafts = 0
+        self._drafts = []
 
     def ahead(self, running: Collection[Sequence]) -> int:
         """Return how many drafts the model makes behind the step that is planned, for the one after it."""
         if not self._by_model:
             return 0
-        able = [each for each in running if each.length > each.prompt_len and each.draft_limit(1) > 0]
-        expected = [(each.acceptance or self._of_all).expected for each in able]
+        able = [
+            sequence for sequence in running if sequence.length > sequence.prompt_len and sequence.draft_limit(1) > 0
+        ]
+        expected = [(sequence.drafts.acceptance or self._of_all).expected for sequence in able]
         pays = self._pays(len(able), sum(expected), self._most * len(able), self._gap.seconds)
         self._unasked += 1
         asks = bool(able) and (self._always or pays or self._unasked >= _ASK_EVERY)
@@ -133,19 +139,31 @@ class Drafting:
         self._unasked = 0 if asks else self._unasked
         return self._ahead
 
+    def count_verified(self, decodes: Collection[Sequence], plan: StepPlan, output: StepOutput) -> None:
+        """Count what the decodes of an applied step have yielded, as far as their drafts came with its plan."""
+        num_verified = {drafts.seq: len(drafts.token_ids) for drafts in plan.drafts if drafts.token_ids}
+        at = 0
+        for sequence, count in zip(decodes, output.decode_counts, strict=bool(num_verified)):
+            if sequence.seq in num_verified:
+                tokens = output.token_ids[at : at + count]
+                sequence.drafts.count_verified(num_verified[sequence.seq], tokens)
+            at += count
+
     def keep(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
         """Keep the drafts that the model has predicted behind the tokens of a sequence."""
         if self._by_model and sequence.may_draft:
             self._acceptance_of(sequence, ModelDrafts)
-            assert isinstance(sequence.draft_source, ModelDrafts)
-            sequence.draft_source.put(len(sequence.token_ids), drafts)
+            source = sequence.drafts.source
+            assert isinstance(source, ModelDrafts)
+            source.put(len(sequence.token_ids), drafts)
 
     def _draft(self, sequences: Collection[Sequence], make_source: Callable[[], DraftSource]) -> None:
         """Let these decodes verify drafts if that is worth its time, else probe some."""
         step = self._meter.decode.at(len(sequences))
         self._least = least = self._meter.drafts.slope * len(sequences) / step if step else 1.0
         room = _MANY if self._always else max(self._most, _GROWTH * self._meter.most_drafts)
-        gain, num_drafts = 0.0, 0
+        gain = 0.0
+        num_drafts = 0
         for sequence in sequences:
             limit = sequence.draft_limit(self._most)
             if limit <= 0:
@@ -153,14 +171,18 @@ class Drafting:
             acceptance = self._acceptance_of(sequence, make_source)
             worth = limit if self._always else acceptance.worth(least, limit)
             if worth and not sequence.in_flight and num_drafts + worth <= room:
-                sequence.draft(worth)
-                num_drafts += sequence.num_drafts
-                gain += acceptance.gain(sequence.num_drafts)
+                drafts = sequence.drafts
+                if sequence.constraint is not None and not sequence.constraint.fixed:
+                    drafts.use(sequence.constraint.drafts[:worth])
+                else:
+                    drafts.use(drafts.propose(sequence.token_ids, worth))
+                num_drafts += drafts.num_next
+                gain += acceptance.gain(drafts.num_next)
             else:
                 self._probe(sequence, acceptance)
         if num_drafts and not self._always and not self._pays(len(sequences), gain, num_drafts):
             for sequence in sequences:
-                sequence.drop_drafts()
+                sequence.drafts.use(())
 
     def propose(self, sequence: Sequence) -> tuple[int, ...]:
         """Return drafts of a sequence whose masks follow from them. The step may use fewer."""
@@ -169,21 +191,22 @@ class Drafting:
             return ()
         acceptance = self._acceptance_of(sequence, self._make_source)
         if worth := most if self._always else acceptance.worth(self._least, most):
-            return sequence.propose(worth)
+            return sequence.drafts.propose(sequence.token_ids, worth)
         self._probe(sequence, acceptance)
         return ()
 
     def _probe(self, sequence: Sequence, acceptance: Acceptance) -> None:
         """Measure how often drafts would be right, if a probe is due; synthetic drafts need none."""
         if self._synthetic is None and acceptance.probe_due(len(sequence.token_ids)):
-            sequence.probe_drafts(self._most)
+            sequence.drafts.probe(sequence.token_ids, self._most)
 
     def _acceptance_of(self, sequence: Sequence, make_source: Callable[[], DraftSource]) -> Acceptance:
         """Return the acceptance of a sequence, which has a source from now on."""
-        if sequence.acceptance is None:
-            sequence.begin_drafts(make_source, Acceptance(self._most, self._of_all, sure=self._by_model))
-        assert sequence.acceptance is not None
-        return sequence.acceptance
+        drafts = sequence.drafts
+        if drafts.acceptance is None:
+            drafts.source = make_source()
+            drafts.acceptance = Acceptance(self._most, self._of_all, sure=self._by_model)
+        return drafts.acceptance
 
     def _pays(self, num_decodes: int, gain: float, num_drafts: float, gap: float = 0.0) -> bool:
         """Whether ``gain`` further tokens are worth the time of the drafts, and of a gap before the step."""
@@ -193,12 +216,13 @@ class Drafting:
         """Whether a step in flight verifies drafts, or samples a token that drafts will follow."""
         if not sequence.in_flight:
             return False
-        return sequence.verifying or (sequence.decodes_here and sequence.draft_limit(self._most) > 0)
+        return sequence.drafts.verifying or (sequence.decodes_here and sequence.draft_limit(self._most) > 0)
 
     def _launch(self, sequence: Sequence, step: int) -> ScheduledSequence:
         """Launch a decode with as many of its drafts as fit into its blocks."""
-        num_drafts = min(sequence.num_drafts, min(sequence.capacity, sequence.covered) - sequence.length)
-        if (drafts := sequence.take_drafts(num_drafts)) is not None:
+        table = sequence.table
+        num_drafts = min(sequence.drafts.num_next, min(table.capacity, table.covered) - sequence.length)
+        if (drafts := sequence.drafts.take(sequence.seq, num_drafts)) is not None:
             self._drafts.append(drafts if self._synthetic is None else self._with_synthetic(drafts, self._synthetic))
         self._num_drafts += num_drafts
         return sequence.launch_drafts(step, num_drafts) if num_drafts else sequence.launch_decode(step)
@@ -231,7 +255,8 @@ class _HostGap:
         """The mean of recent steps."""
         totals = self._totals
         if steps := totals.steps - self._steps:
-            found = (totals.host_seconds - self._host_seconds) / steps
-            self._seconds += (found - self._seconds) * (_GAP_SHARE if self._steps else 1.0)
-            self._steps, self._host_seconds = totals.steps, totals.host_seconds
+            seconds = (totals.host_seconds - self._host_seconds) / steps
+            self._seconds += (seconds - self._seconds) * (_GAP_SHARE if self._steps else 1.0)
+            self._steps = totals.steps
+            self._host_seconds = totals.host_seconds
         return self._seconds

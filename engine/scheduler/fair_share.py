@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 
-from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
+from engine.sequence import Sequence
 
 _LINGER = 128  # steps, about a second: a client with one request after the other is beside another all the time
 _PATIENCE = 32  # steps; a node whose sequences end regularly never preempts for fairness
@@ -36,7 +36,8 @@ class FairShare:
         if head is None or step - self._since < _PATIENCE:
             return None
         if not head.blocked and lacks_room(head):
-            counts, own = self._live.counts(), head.request.client
+            counts = self._live.counts()
+            own = head.request.client
             victim = self._live.least_urgent
             client = own if victim is None else victim.request.client
             if victim is not None and client != own and counts[client] > 2 * (counts[own] + 1):
@@ -70,15 +71,18 @@ class FairShare:
 
         ``sequence`` is counted even if it does not run yet.
         """
-        running, loading = self._live.running.values(), self._live.loading.values()
+        running = self._live.running.values()
+        loading = self._live.loading.values()
         choices = Counter[int]()
-        for request in {sequence.request, *(each.request for each in chain(running, loading))}:
+        for request in {sequence.request, *(other.request for other in chain(running, loading))}:
             choices[request.client] += request.sampling.n
         client, most = choices.most_common(1)[0]
         if most <= 2 * (choices.total() - most):
             return None, False
-        decodes = (each for each in running if each.decodes_here)
-        beside = most < choices.total() and any(each.request.client != client for each in chain(decodes, loading))
+        decodes = (sequence for sequence in running if sequence.decodes_here)
+        beside = most < choices.total() and any(
+            sequence.request.client != client for sequence in chain(decodes, loading)
+        )
         return client, beside
 
     def made_room(self, step: int) -> None:

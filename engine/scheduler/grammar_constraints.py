@@ -13,8 +13,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection
 
-from engine.request import Constraint, Request, Sequence
+from engine.request import Request
 from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers
+from engine.sequence import Sequence
+from engine.sequence_parts import Constraint
 from engine.token_rules import ChoiceRules, TokenRules
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, without
@@ -23,7 +25,15 @@ from pdserve.grammar import Grammar, without
 class GrammarConstraints:
     """The grammars and token rules of one scheduler. ``workers`` may be None if no request has a grammar."""
 
-    def __init__(self, workers: GrammarWorkers | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        workers: GrammarWorkers | None,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        propose: Callable[[Sequence], tuple[int, ...]],
+    ) -> None:
+        """``propose`` returns drafts that may follow the tokens of a sequence."""
         self._workers = workers
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -31,7 +41,7 @@ class GrammarConstraints:
         self._advancing: dict[Constraint, Sequence] = {}  # sequences whose next mask is being computed
         self._advances: list[Advance] = []  # not sent to the workers yet
         self._new_tokens: dict[Sequence, int] = {}  # numbers of new tokens, while no next mask is being computed
-        self.propose: Callable[[Sequence], tuple[int, ...]] = lambda sequence: ()  # drafts that may follow
+        self._propose = propose
 
     @property
     def num_compiling(self) -> int:
@@ -55,7 +65,9 @@ class GrammarConstraints:
 
     def held(self, rid: int) -> Request | None:
         """Return a request that waits for its grammar."""
-        return next((each for requests in self._compiling.values() for each in requests if each.rid == rid), None)
+        return next(
+            (request for requests in self._compiling.values() for request in requests if request.rid == rid), None
+        )
 
     def forget(self, rid: int) -> None:
         """Drop a request that waits for its grammar. Unknown rids are ignored."""
@@ -67,14 +79,16 @@ class GrammarConstraints:
         request = sequence.request
         if request.rules is None and request.sampling.has_token_rules:
             request.rules = TokenRules(request.sampling, self._vocab_size)
-        grammar, rules = request.grammar, request.rules
+        grammar = request.grammar
+        rules = request.rules
         if grammar is None and rules is None:
             return
         sequence.constraint = Constraint(grammar, None if rules is None else ChoiceRules(rules))
         if grammar is None or rules is not None or sequence.num_outputs:
             self._advance(sequence, sequence.token_ids[sequence.prompt_len :])
         else:
-            mask, forbidden = grammar.first_mask, self._forbidden(sequence)
+            mask = grammar.first_mask
+            forbidden = self._forbidden(sequence)
             sequence.constraint.mask = without(mask, forbidden) if forbidden else mask
 
     def sampled(self, sequence: Sequence, num_tokens: int = 1) -> None:
@@ -85,7 +99,8 @@ class GrammarConstraints:
 
     def request_masks(self) -> None:
         """Send the advances since the last call to the workers."""
-        new_tokens, self._new_tokens = self._new_tokens, {}
+        new_tokens = self._new_tokens
+        self._new_tokens = {}
         for sequence, num_tokens in new_tokens.items():
             if not sequence.ended:
                 self._advance(sequence, sequence.token_ids[-num_tokens:])
@@ -98,35 +113,38 @@ class GrammarConstraints:
         """Apply the results that are ready. Return requests whose grammar was compiled, and errors by rid."""
         ready: list[Request] = []
         failed: list[tuple[int, RequestError]] = []
-        for found in self._workers.take_results() if self._workers is not None else ():
-            if isinstance(found, Compiled):
-                for request in self._compiling.pop(found.text, ()):
-                    if isinstance(found.result, Grammar):
-                        request.grammar = found.result
+        for answer in self._workers.take_results() if self._workers is not None else ():
+            if isinstance(answer, Compiled):
+                for request in self._compiling.pop(answer.text, ()):
+                    if isinstance(answer.result, Grammar):
+                        request.grammar = answer.result
                         ready.append(request)
                     else:
-                        failed.append((request.rid, found.result))
+                        failed.append((request.rid, answer.result))
                 continue
-            sequence = self._advancing.pop(found.constraint)
-            if isinstance(found.result, bytes):
-                found.constraint.mask, found.constraint.later = found.result, found.later
-                found.constraint.drafts = found.constraint.drafts[: len(found.later)]
+            sequence = self._advancing.pop(answer.constraint)
+            if isinstance(answer.result, bytes):
+                answer.constraint.mask = answer.result
+                answer.constraint.later = answer.later
+                answer.constraint.drafts = answer.constraint.drafts[: len(answer.later)]
             elif not sequence.ended:
-                failed.append((sequence.request.rid, found.result))
+                failed.append((sequence.request.rid, answer.result))
         return ready, failed
 
     def _advance(self, sequence: Sequence, token_ids: array[int]) -> None:
         constraint = sequence.constraint
         assert constraint is not None
-        rules, forbidden = constraint.rules, self._forbidden(sequence)
+        rules = constraint.rules
+        forbidden = self._forbidden(sequence)
         allowed: tuple[bytes, ...] = ()
         if rules is not None:
             allowed = rules.masks(sequence.token_ids, sequence.prompt_len, forbidden)
             if constraint.grammar is None:
-                constraint.mask, constraint.fixed = allowed[0], rules.always_fixed and not forbidden
+                constraint.mask = allowed[0]
+                constraint.fixed = rules.always_fixed and not forbidden
                 return
         self._advancing[constraint] = sequence
-        constraint.drafts = () if rules is not None else self.propose(sequence)
+        constraint.drafts = () if rules is not None else self._propose(sequence)
         self._advances.append(
             Advance(
                 sequence.request.client,

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.request import Constraint
 from engine.scheduler.fair_jobs import FairJobs
+from engine.sequence_parts import Constraint
 from pdserve.checkpoint.files import MAX_TOKENIZER, read_text
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, Matcher, intersection, start_thread, without
@@ -65,7 +65,8 @@ class GrammarWorkers:
     """Used by the step loop alone. ``wake`` is called on other threads when results are ready."""
 
     def __init__(self, model_dir: str, model: ModelConfig, wake: Callable[[], None]) -> None:
-        self._model_dir, self._model = model_dir, model
+        self._model_dir = model_dir
+        self._model = model
         self._wake = wake
         self._cache: OrderedDict[str, Grammar] = OrderedDict()
         self._vocabulary: GrammarVocabulary | RequestError | None = None
@@ -106,14 +107,14 @@ class GrammarWorkers:
     def take_results(self) -> list[Compiled | Masked]:
         """Return the results since the last call, without waiting for more."""
         results = [self._results.popleft() for _ in range(len(self._results))]
-        for found in results:
-            if isinstance(found, Compiled):
-                self._store(found)
+        for result in results:
+            if isinstance(result, Compiled):
+                self._store(result)
         return results
 
-    def _store(self, found: Compiled) -> None:
-        if isinstance(found.result, Grammar):
-            self._cache[found.text] = found.result
+    def _store(self, compiled: Compiled) -> None:
+        if isinstance(compiled.result, Grammar):
+            self._cache[compiled.text] = compiled.result
             if len(self._cache) > _CACHED_GRAMMARS:
                 self._cache.popitem(last=False)
 
@@ -143,13 +144,13 @@ class GrammarWorkers:
     def _mask_all(self) -> None:
         assert self._slow_masks is not None
         while True:
-            found = []
+            masked = []
             for step in self._to_mask.get():
                 if step.constraint.grammar is not None and step.constraint.grammar.slow:
                     self._slow_masks.put(step.client, step)
                 else:
-                    found.append(_masked(step))
-            self._publish(found)
+                    masked.append(_masked(step))
+            self._publish(masked)
 
     def _mask(self, step: Advance) -> None:
         self._publish([_masked(step)])
@@ -162,16 +163,14 @@ class GrammarWorkers:
 def _masked(step: Advance) -> Masked:
     constraint = step.constraint
     try:
-        if constraint.matcher is None:
-            assert constraint.grammar is not None
-            constraint.matcher = constraint.grammar.matcher()
-        constraint.matcher.consume(step.token_ids)
-        mask = constraint.matcher.mask()
+        matcher = constraint.begun_matcher()
+        matcher.consume(step.token_ids)
+        mask = matcher.mask()
         if step.allowed:
             mask = intersection(mask, step.allowed)
         if step.forbidden:
             mask = without(mask, step.forbidden)
-        return Masked(constraint, mask, _masks_behind_drafts(step, constraint.matcher, mask) if step.drafts else ())
+        return Masked(constraint, mask, _masks_behind_drafts(step, matcher, mask) if step.drafts else ())
     except RequestError as exc:
         return Masked(constraint, exc)
     except BaseException as exc:  # a panic in Rust is not an Exception; the thread must survive it

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import takewhile
 
-from engine.request import Sequence
-from engine.scheduler.live_sequences import LiveSequences
+from engine.sequence import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
-from pdserve.request_cost import LinearCost, Pace, RequestLoad, auto_itl_target, prompt_pace
+from pdserve.request_cost import LinearCost, auto_itl_target
 
 OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 _MANY = 10**9  # tokens
@@ -83,7 +81,8 @@ class ItlTarget:
         if not decoding or self._seconds == 0.0:
             return None
         self._decodes = -(-decoding // self._stages)
-        decode, cost = self._meter.decode.at(self._decodes), self._meter.chunk
+        decode = self._meter.decode.at(self._decodes)
+        cost = self._meter.chunk
         seconds = max(self.seconds / self._stages - decode, decode)
         if self._meter.measures_decodes and not seconds:
             return None
@@ -94,16 +93,6 @@ class ItlTarget:
         if arrival_in is not None:
             seconds = min(seconds, max(arrival_in + longest / 2 - decode, 0.0))
         return ChunkBudget(seconds, cost, self._block_size)
-
-    def pace(self, sequence: Sequence, live: LiveSequences) -> Pace:
-        """Predict how a waiting sequence would be computed: behind running prompts, and those before it."""
-        costs, running = self._meter.costs(LinearCost()), live.running.values()
-        tokens = sum(max(0, each.end_here - each.num_launched) for each in running)
-        tokens += sum(each.missing for each in live.loading.values() if each.split is not None)
-        before = takewhile(lambda each: each is not sequence, live.waiting)
-        tokens += sum(max(0, each.prompt_len - max(0, each.cached_at_lookup)) for each in before)
-        load, decoding = RequestLoad(itl_target=self.seconds), sum(each.decodes_here for each in running)
-        return prompt_pace(load, costs, tokens, decoding)
 
 
 class ChunkBudget:
@@ -152,10 +141,11 @@ def in_order(prompts: Iterable[Sequence], budget: ChunkBudget | None) -> list[Se
     Prompts that continue an output come first. With a limit, up to half of it is reserved for the oldest other prompt,
     which comes last; the rest goes to the others, fewest missing tokens first.
     """
-    outputs, others = list[Sequence](), list[Sequence]()
-    for each in prompts:
-        (outputs if each.continues_output else others).append(each)
+    outputs = list[Sequence]()
+    others = list[Sequence]()
+    for sequence in prompts:
+        (outputs if sequence.continues_output else others).append(sequence)
     if budget is not None and others:
         budget.reserve(others[0])
-        others = [*sorted(others[1:], key=lambda each: each.missing), others[0]]
+        others = [*sorted(others[1:], key=lambda sequence: sequence.missing), others[0]]
     return outputs + others

@@ -19,8 +19,8 @@ class JoiningStreams:
 
     def longest_wait(self, runnable: RunnableSequences, busy: float) -> float | None:
         """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
-        joining = (each for each in chain(runnable.decodes, runnable.prompts) if each.joins_after_handoff)
-        first = min((each.request.waits_since for each in joining), default=None)
+        joining = (sequence for sequence in chain(runnable.decodes, runnable.prompts) if sequence.joins_after_handoff)
+        first = min((sequence.request.waits_since for sequence in joining), default=None)
         return None if first is None else self._clock() + busy - first
 
     def arrival_in(self, busy: float) -> float | None:

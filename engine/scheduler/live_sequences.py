@@ -6,8 +6,9 @@ from collections import Counter
 from itertools import chain
 
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.scheduler.waiting_queue import WaitingQueue
+from engine.sequence import Sequence
 from pdserve.ipc.messages import Batch
 
 
@@ -25,6 +26,7 @@ class LiveSequences:
         self.paused: dict[int, Sequence] = {}  # by seq
         self.preemptible: dict[int, Sequence] = {}  # by seq: has blocks and is paused or waits; longest paused first
         self.requests: dict[int, Request] = {}  # by rid, with a sequence in any state
+        self._sequences: dict[int, dict[int, Sequence]] = {}  # all sequences of a request, by rid, then by seq
         self.for_peers = 0  # requests whose prompts other nodes decode
         self.finished: list[int] = []  # sequences that the runner must drop
         self._kv = kv
@@ -33,9 +35,17 @@ class LiveSequences:
     def queue(self, sequence: Sequence) -> None:
         """Append the first sequence of a request; one that continues a stream goes to the head, as if preempted."""
         self.requests[sequence.rid] = sequence.request
+        self._sequences[sequence.rid] = {sequence.seq: sequence}
         self.for_peers += sequence.for_peer
         self._events.status_changed |= sequence.request.paused
         self.wait(sequence, first=sequence.has_output or sequence.request.urgent)
+
+    def queue_choices(self, choices: list[Sequence]) -> None:
+        """Put further choices of a live request at the head of the queue, in their order."""
+        for sequence in choices:
+            self._sequences[sequence.rid][sequence.seq] = sequence
+        for sequence in reversed(choices):
+            self.wait(sequence, first=True)
 
     def wait(self, sequence: Sequence, *, first: bool) -> None:
         """Put a sequence at the head or the end of the queue; if its request is paused, keep it out."""
@@ -58,11 +68,10 @@ class LiveSequences:
         """Keep a request out of steps. A loading sequence goes on until its KV is here, computed or read."""
         request.paused = True
         self._events.status_changed = True
-        for sequence in request.sequences.values():
+        for sequence in self.of_request(request.rid):
             if self.running.pop(sequence.seq, None) is not None:
                 self.drop_in_runner(sequence)
                 self.waiting.charge_output(sequence)
-                self._kv.set_aside(sequence)
                 self.run(sequence)
             elif request.rid not in self.loading:
                 self.waiting.remove(sequence)
@@ -73,7 +82,7 @@ class LiveSequences:
         """Queue a paused request, before the others of its client if it was admitted before or has output."""
         request.paused = False
         self._events.status_changed = True
-        for sequence in reversed(request.sequences.values()):
+        for sequence in reversed(self.of_request(request.rid)):
             if self.paused.pop(sequence.seq, None) is not None:
                 request.waits_since = now
                 self.wait(sequence, first=request.cached_tokens is not None or sequence.has_output)
@@ -97,8 +106,7 @@ class LiveSequences:
 
     def of_request(self, rid: int) -> list[Sequence]:
         """Return the sequences of a request; none if the rid is unknown."""
-        request = self.requests.get(rid)
-        return list(request.sequences.values()) if request is not None else []
+        return list(self._sequences.get(rid, {}).values())
 
     @property
     def any_runnable(self) -> bool:
@@ -129,7 +137,7 @@ class LiveSequences:
     @property
     def newest_for_peers(self) -> list[Sequence]:
         """The newest running prompt for a peer, to be refused where nothing can be preempted."""
-        return [each for each in self.running.values() if each.for_peer][-1:]
+        return [sequence for sequence in self.running.values() if sequence.for_peer][-1:]
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Free the blocks of a sequence. If it was running or loading, queue it before the others of its client."""
@@ -139,14 +147,6 @@ class LiveSequences:
         self.drop_in_runner(sequence)
         if self.running.pop(sequence.seq, None) is not None:
             self.waiting.charge_output(sequence)
-        sequence.request.waits_since = now
-        self.wait(sequence, first=True)
-
-    def requeue(self, sequence: Sequence, now: float) -> None:
-        """Free the blocks of a running sequence that waits for a fetch now, before the others of its client."""
-        self._free(sequence)
-        self.drop_in_runner(sequence)
-        del self.running[sequence.seq]
         sequence.request.waits_since = now
         self.wait(sequence, first=True)
 
@@ -161,8 +161,10 @@ class LiveSequences:
         self.preemptible.pop(sequence.seq, None)
         sequence.end()
         self.free_unless_in_flight(sequence)
-        del request.sequences[sequence.choice]
-        if not request.sequences:
+        remaining = self._sequences[request.rid]
+        del remaining[sequence.seq]
+        if not remaining:
+            del self._sequences[request.rid]
             del self.requests[request.rid]
             self.for_peers -= sequence.for_peer
 
@@ -173,7 +175,8 @@ class LiveSequences:
 
     def take_finished(self) -> tuple[int, ...]:
         """Return the sequences that the runner must drop since the last call."""
-        finished, self.finished = tuple(self.finished), []
+        finished = tuple(self.finished)
+        self.finished = []
         return finished
 
     def drop_in_runner(self, sequence: Sequence) -> None:

@@ -12,21 +12,18 @@ attends to no byte that is not. The sequence has all of its blocks, and is one o
 
 If nothing comes, the sequence runs on in its blocks. If it gives up what a transfer may still write to, it loses its
 blocks instead, as after any other load: the tokens that it has computed are in the prefix cache then.
-
-A read from disk is split in the same way (engine/tiers/disk_tier.py), but its blocks are the tier's. The sequence is
-one of the running ones. At the meeting point it leaves: its full blocks are in the prefix cache. It waits at the head
-of the queue, like any other prompt, for what is fetched, and is admitted with all hits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.peer_kv import PeerKV
-from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.live_sequences import LiveSequences
+from engine.sequence import Sequence
+from engine.sequence_parts import SplitLoad
 from pdserve.ipc.messages import Outputs
 
 
@@ -67,7 +64,8 @@ class Loads:
             assert not self._kv.has_windows, "windows of a load have no place before it ends"
             assert sequence.num_computed < num_tokens < sequence.load_len
             self._peers.load_behind(sequence, num_tokens)
-            sequence.begin_split(num_tokens)
+            sequence.split = SplitLoad(num_tokens)
+            self._kv.limit_ready_blocks(sequence, num_tokens)
 
     def confirmed(self, rid: int, num_tokens: int, outputs: Outputs, waited: float) -> None:
         """Continue with the KV that was read, after the tokens that P has sampled, the last ``waited`` seconds ago."""
@@ -83,7 +81,7 @@ class Loads:
             self._first_part_is_missing(sequence, num_tokens)
             return
         self._end(sequence)
-        self._kv.received(sequence, max(num_tokens, sequence.num_computed))
+        self._take_kv(sequence, max(num_tokens, sequence.num_computed))
         self._live.run(sequence)
         if outputs and not self._choices.take_from_peer(sequence, outputs):
             self._live.finish(sequence)
@@ -107,17 +105,13 @@ class Loads:
 
     def computable(self) -> Iterator[Sequence]:
         """Yield the loading sequences that the next step may include."""
-        return (each for each in self._live.loading.values() if each.split is not None and each.missing)
+        return (sequence for sequence in self._live.loading.values() if sequence.split is not None and sequence.missing)
 
-    def settle(self, prompts: Collection[Sequence]) -> None:
-        """A step with these prompts has been applied: end the splits for whose first part that was the last step."""
-        for sequence in [each for each in self._live.loading.values() if each.split is not None]:
-            self._join(sequence)
-        for sequence in prompts:
-            split = sequence.split
-            if split is not None and sequence.seq in self._live.running and sequence.num_computed >= split.meeting:
-                sequence.leave()
-                self._live.requeue(sequence, self._clock())
+    def join_splits(self) -> None:
+        """A step has been applied: end the splits for whose first part that was the last step."""
+        for sequence in list(self._live.loading.values()):
+            if sequence.split is not None:
+                self._join(sequence)
 
     def _first_part_is_missing(self, sequence: Sequence, num_tokens: int) -> None:
         """A pull has brought the KV up to ``num_tokens`` tokens; steps compute the first part. 0: it has none."""
@@ -146,23 +140,44 @@ class Loads:
             return
         if split.given_up:
             self._end(sequence)
-            sequence.end_split()
+            self._end_split(sequence)
             self._live.preempt(sequence, self._clock())
         elif split.confirmed:
             self._end(sequence)
             self._live.drop_in_runner(sequence)  # it comes back with the tokens that were pulled
-            self._kv.received(sequence, split.confirmed)
+            self._take_kv(sequence, split.confirmed)
             self._live.run(sequence)
             self._branch(sequence)
 
     def _run(self, sequence: Sequence) -> None:
         """Compute all that is missing, in the blocks of the sequence; a step may be in flight."""
         self._end(sequence)
-        sequence.end_split()
+        self._end_split(sequence)
         if sequence.request.paused:
             self._live.drop_in_runner(sequence)
         self._live.run(sequence)
         self._branch(sequence)
+
+    def _end_split(self, sequence: Sequence) -> None:
+        """Let steps compute all that is missing, in all blocks."""
+        if sequence.split is not None:
+            sequence.split = None
+            self._kv.make_all_blocks_ready(sequence)
+
+    def _take_kv(self, sequence: Sequence, num_tokens: int) -> None:
+        """Go on behind the first ``num_tokens`` tokens, whose KV is here.
+
+        Pulled tokens count as cached, tokens computed meanwhile do not; after a handoff no count is reported.
+        """
+        request = sequence.request
+        computed_beside = 0
+        if sequence.split is not None:
+            assert sequence.num_computed == sequence.split.meeting
+            assert request.cached_tokens is not None, "a sequence with blocks was admitted"
+            computed_beside = sequence.split.meeting - request.cached_tokens
+            self._end_split(sequence)
+        self._kv.received(sequence, num_tokens)
+        request.cached_tokens = min(sequence.num_computed, sequence.prompt_len) - computed_beside
 
     def _end(self, sequence: Sequence) -> None:
         del self._live.loading[sequence.rid]

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.records import StepOutput, StepPlan, TokenLogprobs
 
 #: The first tokens of all choices, or the next one of a choice.
@@ -55,17 +55,6 @@ class StepSequences:
             for sequence, item, count in zip(self.decodes, decodes, output.decode_counts, strict=True):
                 assert 1 <= count <= item.num_tokens, f"a decode of {item.num_tokens} tokens yields {count}"
                 sequence.reject_drafts(item.num_tokens - count)
-        if plan.drafts:
-            self._note_yielded(plan, output)
-
-    def _note_yielded(self, plan: StepPlan, output: StepOutput) -> None:
-        """Tell the decodes with drafts of the plan what they yield."""
-        verified = {drafts.seq: len(drafts.token_ids) for drafts in plan.drafts if drafts.token_ids}
-        at = 0
-        for sequence, count in zip(self.decodes, output.decode_counts, strict=bool(verified)):
-            if sequence.seq in verified:
-                sequence.verified(verified[sequence.seq], output.token_ids[at : at + count])
-            at += count
 
     def decode_tokens(self, output: StepOutput) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
         """Yield each token of the decodes, with its sequence: one of each sequence, or as many as it yields.
@@ -116,12 +105,7 @@ class StepsInFlight:
     def suspects(self) -> set[Sequence]:
         """The live sequences of the steps that an exception may come from: in flight, or being applied."""
         steps = [self._applied, *(sequences for _, sequences in self._steps)]
-        return {each for step in steps for each in (*step.decodes, *step.prompts) if not each.ended}
-
-    @property
-    def applied_prompts(self) -> Collection[Sequence]:
-        """The prompts of the step that was applied last."""
-        return self._applied.prompts
+        return {sequence for step in steps for sequence in (*step.decodes, *step.prompts) if not sequence.ended}
 
     @property
     def newest_prompts(self) -> Collection[Sequence]:
@@ -143,7 +127,8 @@ class StepsInFlight:
             elif sequence.missing:
                 prompts.append(sequence)
         if self._stages > 1:
-            decodes, ahead = self._microbatch(decodes), self._microbatch(ahead)
+            decodes = self._microbatch(decodes)
+            ahead = self._microbatch(ahead)
         return RunnableSequences(tuple(decodes), tuple(prompts), tuple(ahead))
 
     def _microbatch(self, decodes: list[Sequence]) -> list[Sequence]:

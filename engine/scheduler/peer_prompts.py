@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.room import Room
+from engine.sequence import Sequence
 from pdserve.ipc.messages import Batch, DecodeAheadEnded
 
 

@@ -53,7 +53,8 @@ class _LastPositions:
 
     def find(self, token_ids: array[int]) -> int:
         """Return where the last ``length`` tokens ended before, 0 if that is not known; then add the new runs."""
-        length, end = self._length, len(token_ids)
+        length = self._length
+        end = len(token_ids)
         if end < length:
             return 0
         if end - self._known > 64 or 2 * end > len(self._ends):
@@ -61,8 +62,8 @@ class _LastPositions:
         for at in range(self._known + 1, end):
             self._ends[self._place(token_ids, at)] = at
         self._known = end - 1
-        found = self._ends[self._place(token_ids, end)]
-        return found if found and token_ids[found - length : found] == token_ids[end - length :] else 0
+        before = self._ends[self._place(token_ids, end)]
+        return before if before and token_ids[before - length : before] == token_ids[end - length :] else 0
 
     def _place(self, token_ids: array[int], end: int) -> int:
         """Return the place of the run before ``end``."""

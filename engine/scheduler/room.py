@@ -9,9 +9,9 @@ from itertools import islice
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.revocation import Lacking
-from engine.request import Sequence
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.step_results import Emit, no_emit
+from engine.sequence import Sequence
 from pdserve.ipc.messages import Batch, Reserved, Totals
 
 _FETCHED_AHEAD = 8  # waiting sequences whose KV is fetched while others are computed
@@ -33,7 +33,8 @@ class Room:
     ) -> None:
         self._live = live
         self._kv = kv
-        self._peers, self._tiers = connector.peers, connector.tiers
+        self._peers = connector.peers
+        self._tiers = connector.tiers
         self._events = events
         self._totals = totals
         self._max_num_seqs = max_num_seqs
@@ -52,7 +53,7 @@ class Room:
         """
         head = self._live.waiting.head if self.free_places > 0 else None
         if head is not None and self._tiers.fetching(head):
-            head = next((each for each in self._live.waiting if not self._tiers.fetching(each)), None)
+            head = next((sequence for sequence in self._live.waiting if not self._tiers.fetching(sequence)), None)
         return None if head is None or head.blocked or head.in_flight else head
 
     def _begin_fetches(self) -> None:
@@ -62,7 +63,7 @@ class Room:
             return
         room = self._kv.num_free
         for sequence in islice(self._live.waiting, min(self.free_places, _FETCHED_AHEAD)):
-            if sequence.blocks:
+            if sequence.table.blocks:
                 continue
             room -= self._kv.blocks_for(sequence.length)
             if not tiers.considered(sequence) and (room < 0 or not self._kv.fits(sequence)):
@@ -72,20 +73,20 @@ class Room:
     def fetch(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence is to wait for a fetch, which begins now unless that was decided before."""
         tiers = self._tiers
-        if not tiers.fetches or sequence.blocks:
+        if not tiers.fetches or sequence.table.blocks:
             return False
         return (tiers.considered(sequence) or self._kv.fits(sequence)) and tiers.fetch(sequence)
 
     def may_have_blocks(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence has kept its blocks, or may find some."""
-        return bool(sequence.blocks or self._live.preemptible) or self._kv.fits(sequence)
+        return bool(sequence.table.blocks or self._live.preemptible) or self._kv.fits(sequence)
 
     def allocate(self, sequence: Sequence) -> bool:
         """Allocate the blocks that a waiting sequence lacks. Return False if too few are free.
 
         Then leases of pulls are asked for, if their blocks suffice.
         """
-        while not (self._kv.grow((sequence,)) if sequence.blocks else self._kv.allocate(sequence)):
+        while not (self._kv.grow((sequence,)) if sequence.table.blocks else self._kv.allocate(sequence)):
             if not (self._tiers.give_way() or self.preempt_paused()):  # the sequence may lose its own
                 self._peers.revoke(partial(self._lacking, sequence))
                 return False
@@ -96,7 +97,9 @@ class Room:
         return self._peers.revoke(partial(self._kv.lacking_to_grow, sequences))
 
     def _lacking(self, sequence: Sequence) -> Lacking:
-        return self._kv.lacking_to_grow((sequence,)) if sequence.blocks else self._kv.lacking_to_allocate(sequence)
+        if sequence.table.blocks:
+            return self._kv.lacking_to_grow((sequence,))
+        return self._kv.lacking_to_allocate(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         """Take a sequence that has blocks out of the queue."""
@@ -106,9 +109,6 @@ class Room:
             request.cached_tokens = sequence.num_computed
             self._totals.prefix_cached_tokens += sequence.num_computed
             self._totals.admitted_prompt_tokens += sequence.prompt_len
-        elif num_fetched := sequence.come_back():
-            request.cached_tokens += num_fetched
-            self._totals.prefix_cached_tokens += num_fetched
 
     def admit_loads(self) -> None:
         """Admit waiting requests that load, and begin fetches.
@@ -116,16 +116,17 @@ class Room:
         Loads pass prompts that wait for a step, unless these would lack room.
         """
         self._begin_fetches()
-        passed = passed_blocks = 0  # prompts passed, and their blocks
+        prompts_ahead = 0
+        blocks_ahead = 0
         for sequence in list(self._live.waiting):
-            if self.free_places <= passed:
+            if self.free_places <= prompts_ahead:
                 return
             needed = self._kv.blocks_for(sequence.length)
             if not self._peers.loadable(sequence):
-                passed += 1
-                passed_blocks += needed
+                prompts_ahead += 1
+                blocks_ahead += needed
             elif not (sequence.blocked or sequence.in_flight):
-                lacks_blocks = passed and passed_blocks + needed > self._kv.num_free
+                lacks_blocks = prompts_ahead and blocks_ahead + needed > self._kv.num_free
                 if self.fetch(sequence):
                     continue
                 if lacks_blocks or not self._reserve(sequence):
@@ -136,7 +137,7 @@ class Room:
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Allocate the blocks of a load. That they are free is told before: to evict what they cache takes a while."""
-        num_cached = None if sequence.blocks else self._kv.find_cached(sequence)
+        num_cached = None if sequence.table.blocks else self._kv.find_cached(sequence)
         if num_cached is not None:
             self._events.reserved.append(Reserved(sequence.rid, num_cached))
             self.emit()

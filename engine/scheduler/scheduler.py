@@ -33,7 +33,7 @@ from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorSch
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.state_slots import StateSlots
 from engine.kv_cache.states import States
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.fair_share import FairShare
@@ -49,6 +49,7 @@ from engine.scheduler.room import Room
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import Emit, StepResults, no_emit
+from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import Batch, LastChunk, Refused, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
@@ -80,14 +81,14 @@ class Scheduler:
         self.meter = StepCostMeter()
         self.states = StateSlots(config.num_state_slots, config.block_size) if config.num_state_slots else States()
         parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
-        parts.pace = lambda each: self._itl_target.pace(each, self._live)
         self.connector = connector(parts)
         self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
-        self._constraints = GrammarConstraints(grammars, config.vocab_size, config.eos_token_ids)
+        self._drafting = Drafting(config.drafts, self._kv, self.meter, self.totals, config.stages)
+        self._constraints = GrammarConstraints(
+            grammars, config.vocab_size, config.eos_token_ids, propose=self._drafting.propose
+        )
         self._choices = ChoiceManager(config.block_size, config.eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
-        self._drafting = Drafting(config.drafts, self._kv, self.meter, self.totals, config.stages)
-        self._constraints.propose = self._drafting.propose
         self.room = Room(
             self._live,
             self._kv,
@@ -219,7 +220,7 @@ class Scheduler:
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.peers.revoking):
-                self._refuse(each for each in self._live.waiting if each.for_peer)
+                self._refuse(sequence for sequence in self._live.waiting if sequence.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected
@@ -235,14 +236,14 @@ class Scheduler:
         loading = (self._live.loading[rid] for rid in self.connector.peers.take_started() if rid in self._live.loading)
         for sequence in chain(self._in_flight.newest_prompts, loading):
             self._kv.hash_prompt(sequence)
-        for sequence in islice((s for s in self._live.waiting if s.cached_at_lookup < 0), _LOOKUPS_PER_STEP):
+        for sequence in islice((s for s in self._live.waiting if s.table.cached_at_lookup < 0), _LOOKUPS_PER_STEP):
             self._kv.look_up(sequence)
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0, emit: Emit = no_emit) -> None:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
         self._results.apply(plan, output, seconds, emit)
-        self.loads.settle(self._in_flight.applied_prompts)
+        self.loads.join_splits()
         self._constraints.request_masks()
 
     def take_events(self, *, cache: bool = True) -> Batch | None:
@@ -257,7 +258,7 @@ class Scheduler:
     def status(self) -> Status:
         free, held, leased, quarantined = self.pool.counts
         running = self._live.running
-        prompts = sum(each.num_computed < each.prompt_len and each.seq in running for each in self._prompts)
+        prompts = sum(prompt.num_computed < prompt.prompt_len and prompt.seq in running for prompt in self._prompts)
         return Status(
             free=free,
             held=held,
@@ -286,7 +287,7 @@ class Scheduler:
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
         loadable = self.connector.peers.loadable
-        waiting = sum(max(0, s.prompt_len - max(0, s.cached_at_lookup, loadable(s))) for s in self._live.waiting)
+        waiting = sum(max(0, s.prompt_len - max(0, s.table.cached_at_lookup, loadable(s))) for s in self._live.waiting)
         return waiting + sum(max(0, s.end_here - s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
@@ -354,7 +355,7 @@ class Scheduler:
         """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them."""
         if not runnable.prompts and self.room.head is None:
             return ()
-        decoding = sum(each.decodes_here for each in self._live.running.values())
+        decoding = sum(sequence.decodes_here for sequence in self._live.running.values())
         coming = int(self._live.streams_coming)  # a stream that comes must not wait for a whole step
         builder.budget = self._itl_target.budget(
             decoding=decoding or coming, waited=waited, arrival_in=self._joining.arrival_in(self._busy)

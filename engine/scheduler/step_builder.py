@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from engine.request import Sequence
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
+from engine.sequence import Sequence
 from engine.step_cost_meter import StepWork
 from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.state import StateOrders
@@ -89,16 +89,17 @@ class StepBuilder:
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the sequence fits into half of the step; running prompts get the other half."""
         room = min(self._tokens_left + self._prompt_tokens, self._full_step) // 2 - self._prompt_tokens
-        return len(sequence.token_ids) - max(0, sequence.cached_at_lookup) <= room
+        return len(sequence.token_ids) - max(0, sequence.table.cached_at_lookup) <= room
 
     def add_decodes(self, sequences: Collection[Sequence], launch: Launch = Sequence.launch_decode) -> None:
         """Add the newest token of each sequence; called before any prompt is added.
 
         A step has room for every sequence that may run, with the drafts that ``launch`` adds.
         """
-        step, scheduled = self._step, self._scheduled
+        step = self._step
+        scheduled = self._scheduled
         for sequence in sequences:
-            if sequence.sent_blocks != sequence.ready_blocks:
+            if sequence.sent_blocks != sequence.table.ready:
                 self._send_blocks(sequence)
             item = launch(sequence, step)
             if sequence.constraint is not None:
@@ -109,13 +110,15 @@ class StepBuilder:
 
     def count_drafts(self, num_drafts: int, drafts: Collection[Drafts]) -> None:
         """Count the drafts of the decodes; some of them, or all, come with the plan."""
-        self._num_drafts, self._tokens_left = self._num_drafts + num_drafts, self._tokens_left - num_drafts
+        self._num_drafts += num_drafts
+        self._tokens_left -= num_drafts
         self._drafts += drafts
 
     def add_prompt(self, sequence: Sequence) -> int:
         """Add as many of its missing tokens as fit, at least one, with one snapshot among them. Return how many."""
         missing = sequence.missing
-        num_tokens = max(1, min(missing, self._room(sequence, self.crowding), sequence.covered - sequence.num_launched))
+        covered = sequence.table.covered - sequence.num_launched
+        num_tokens = max(1, min(missing, self._room(sequence, self.crowding), covered))
         if sequence.state is not None:
             num_tokens = sequence.state.limit(sequence.num_launched, num_tokens)
         if self.budget is not None:
@@ -156,13 +159,9 @@ class StepBuilder:
 
     def _add_masks(self, sequence: Sequence, count: int = 1) -> None:
         """Move the masks of a sampling sequence into the step, also those behind drafts; a fixed mask stays as well."""
-        constraint = sequence.constraint
-        if constraint is not None:
-            assert constraint.mask is not None, f"sequence {sequence.seq} is scheduled without the mask it needs"
-            masks = (constraint.mask,) * count if constraint.fixed else (constraint.mask, *constraint.later)
-            self._masks += [TokenMask(sequence.seq, masks[index], index) for index in range(count)]
-            if not constraint.fixed:
-                constraint.mask, constraint.later, constraint.drafts = None, (), ()
+        if sequence.constraint is not None:
+            masks = sequence.constraint.take_masks(count)
+            self._masks += [TokenMask(sequence.seq, mask, index) for index, mask in enumerate(masks)]
 
     def _send_blocks(self, sequence: Sequence) -> None:
         """Send the runner the blocks of a sequence that it lacks, or the whole sequence if it does not know it."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.request import Sequence
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import StepSequences, StepsInFlight
+from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter, StepWork
 from pdserve.ipc.messages import Batch, Drafted, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
@@ -65,15 +65,19 @@ class StepResults:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
         step.reject_drafts(plan, output)
-        known = [len(sequence.token_ids) for sequence in step.decodes] if output.decode_counts else []
+        if plan.drafts:
+            self._drafting.count_verified(step.decodes, plan, output)
+        lengths = [len(sequence.token_ids) for sequence in step.decodes] if output.decode_counts else []
         for sequence, token_id, logprobs in step.decode_tokens(output):
-            if sequence.computed(1) and not self._settle(sequence):
+            if sequence.count_computed(1) and not self._settle(sequence):
                 continue
             if not self._choices.take_token(sequence, token_id, logprobs):
                 self._live.finish(sequence)
         if output.decode_counts:
-            self._count_drafts(step, plan, output, known)
-        decodes, prompt_tokens, context = len(step.decodes), 0, 0.0
+            self._count_drafts(step, plan, output, lengths)
+        decodes = len(step.decodes)
+        prompt_tokens = 0
+        context = 0.0
         prompts: list[tuple[Sequence, bool, bool]] = []  # with: has filled a block, continues
         ends = 0  # prompts
         for sequence, num_tokens, sampled in step.prompt_tokens(plan, output):
@@ -82,7 +86,7 @@ class StepResults:
                 context += num_tokens * (sequence.num_computed + num_tokens / 2)
             else:  # tokens that a peer has sampled for it
                 decodes += 1
-            settles = sequence.computed(num_tokens)
+            settles = sequence.count_computed(num_tokens)
             if sequence.ended:
                 self._live.free_unless_in_flight(sequence)
                 continue
@@ -110,15 +114,17 @@ class StepResults:
             totals.mixed_step_seconds += seconds
             totals.mixed_prompt_tokens += prompt_tokens
 
-    def _count_drafts(self, step: StepSequences, plan: StepPlan, output: StepOutput, known: Iterable[int]) -> None:
-        """Count the drafts of a step whose tokens were taken; before, its decodes had ``known`` tokens."""
-        totals, drafted = self._totals, self._events.drafted
+    def _count_drafts(self, step: StepSequences, plan: StepPlan, output: StepOutput, lengths: Iterable[int]) -> None:
+        """Count the drafts of a step whose tokens were taken; before, its decodes had ``lengths`` tokens."""
+        totals = self._totals
+        drafted = self._events.drafted
         for sequence, before, item, count in zip(
-            step.decodes, known, plan.scheduled, output.decode_counts, strict=False
+            step.decodes, lengths, plan.scheduled, output.decode_counts, strict=False
         ):
             if item.num_tokens == 1:
                 continue
-            num_drafts, accepted = item.num_tokens - 1, count - 1
+            num_drafts = item.num_tokens - 1
+            accepted = count - 1
             totals.spec_decode_num_drafts += 1
             totals.spec_decode_num_draft_tokens += num_drafts
             totals.spec_decode_num_accepted_tokens += accepted
@@ -128,9 +134,9 @@ class StepResults:
             if taken or accepted < num_drafts:
                 drafted.append(Drafted(sequence.rid, taken, num_drafts - accepted))
 
-    def _apply_prompt_logprobs(self, found: Iterable[tuple[int, PromptLogprobs]]) -> None:
+    def _apply_prompt_logprobs(self, scored: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""
-        for seq, logprobs in found:
+        for seq, logprobs in scored:
             sequence = self._live.running.get(seq) or self._live.preemptible.get(seq)
             if sequence is not None:  # else it was cancelled meanwhile
                 sequence.request.num_scored = logprobs.end
@@ -162,5 +168,4 @@ class StepResults:
     def branch(self, sequence: Sequence) -> None:
         """Put the choices that wait for the prompt's KV at the head of the queue, once its full blocks have it."""
         if sequence.request.branches and sequence.num_computed >= sequence.shared_len:
-            for branch in reversed(self._choices.branch(sequence)):
-                self._live.wait(branch, first=True)
+            self._live.queue_choices(self._choices.branch(sequence))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.request import Request, Sequence
+from engine.request import Request
+from engine.sequence import Sequence
 from pdserve.fair_queue import FairQueue
 
 _QUANTUM = 64  # tokens per client and round
@@ -39,7 +40,7 @@ class WaitingQueue:
     def admit(self, sequence: Sequence, cached: int) -> None:
         """Remove a sequence that is admitted; its first ``cached`` tokens are free."""
         uncharged_hits = max(0, cached - sequence.charged)
-        cost = sequence.charge() - uncharged_hits
+        cost = sequence.charge_tokens() - uncharged_hits
         self._queue.take(sequence, sequence.request.client, sequence.request.priority, cost)
 
     def remove(self, sequence: Sequence) -> None:
@@ -48,7 +49,7 @@ class WaitingQueue:
 
     def charge_output(self, sequence: Sequence) -> None:
         """Charge the client for the output of a sequence that ran, and not twice."""
-        self._queue.charge(sequence.request.client, sequence.charge())
+        self._queue.charge(sequence.request.client, sequence.charge_tokens())
 
     def pass_turn(self) -> None:
         """Let the next client have its turn."""

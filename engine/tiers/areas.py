@@ -40,13 +40,13 @@ class Area:
         if not (self.waiting and self.host.has_room):
             return []
         left = self.pool.count(Use.FREE) - int(self.pool.total * _FREE_SHARE) - 1
-        found = []
+        store = []
         for key, block in islice(self.waiting.items(), self.batch):
             left -= self.pool.count_free((block,))
             if left < 0:
                 break
-            found.append((key, block))
-        return found
+            store.append((key, block))
+        return store
 
     def has_behind(self, key: BlockKey) -> bool:
         """Whether a tier behind the device has a block."""

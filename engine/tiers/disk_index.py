@@ -35,11 +35,11 @@ class DiskIndex:
 
     def add(self, key: BlockKey, digest: int) -> None:
         """A block is on disk. Ignored if there is one with another digest, or if the index is full."""
-        known = self.digest(key)
-        if known is None and len(self) < self._most:
+        own_digest = self.digest(key)
+        if own_digest is None and len(self) < self._most:
             self._found[key] = digest
             self._changed(key, True)
-        elif known == digest:
+        elif own_digest == digest:
             self._before.pop(key, None)
             self._found[key] = digest
 
@@ -54,15 +54,19 @@ class DiskIndex:
         """Begin a scan, which adds all blocks on disk again. ``end_scan`` drops the others."""
         for key, digest in self._before.items():  # an earlier scan has not ended
             self._found.setdefault(key, digest)
-        self._before, self._found = self._found, {}
+        self._before = self._found
+        self._found = {}
 
     def end_scan(self) -> None:
         """Drop the blocks that the scan has not found."""
-        gone, self._before = self._before, {}
+        gone = self._before
+        self._before = {}
         for key in gone:
             self._changed(key, False)
 
     def clear(self) -> None:
-        gone, self._before, self._found = chain(self._before, self._found), {}, {}
+        gone = chain(self._before, self._found)
+        self._before = {}
+        self._found = {}
         for key in gone:
             self._changed(key, False)

@@ -11,11 +11,7 @@ A read is ordered only if it is predicted to be faster, with the copy to the dev
 that was not measured for long, or was slow, is measured by small reads. No prompt waits for a read longer than its
 tokens take to compute.
 
-A read may be split, if the disk is about as fast as computing: it brings the blocks behind a meeting point, while its
-sequence computes the tokens before it. There the sequence leaves the steps. It waits again, for this read if the read
-has not ended, and host memory fetches the blocks. Until then, they are not evicted.
-
-    tokens    0 ·· known ·· ├──── steps compute ────┤ meeting ├──── read ────┤ ·· computed afterwards
+Host memory keeps the blocks of a read until it has decided about the fetch for its sequence.
 
 Read blocks are not trusted: the device digests them when they are fetched, and the name of a file has the digest.
 """
@@ -27,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from engine.kv_cache.cache_parts import CacheParts
-from engine.request import Sequence
+from engine.sequence import Sequence
 from engine.step_cost_meter import LineFit
 from engine.tiers.areas import Area
 from engine.tiers.disk_index import DiskIndex
@@ -47,9 +43,8 @@ from pdserve.disk_kv import (
     Outcome,
 )
 from pdserve.ipc.cache_changes import BlockKey, Medium
-from pdserve.ipc.messages import Fetched, Mode
+from pdserve.ipc.messages import Fetched
 from pdserve.records import ModelRunnerOutput
-from pdserve.request_cost import LinearCost, LoadPlan, Pace, plan_split
 
 _log = logging.getLogger(__name__)
 
@@ -65,15 +60,12 @@ class _Read:
 
     sequence: Sequence
     num_tokens: int  # prompt tokens that this read spares
-    end: int  # tokens of the prefix that have KV afterwards
-    plan: LoadPlan | None = None  # None: not split
     names: list[BlockName] = field(default_factory=list)
     parts: list[DiskArea] = field(default_factory=list)  # area of each block
     places: list[int] = field(default_factory=list)  # in host memory
     kept: list[tuple[Area, HostEntry]] = field(default_factory=list)  # pinned; after the read, its blocks, too
     size: float = 0.0  # in blocks
     ordered_at: float = 0.0
-    awaited_since: float | None = None  # time when its sequence began to wait; None: it computes the first part
     expected: float = 0.0  # predicted seconds; 0: unknown
     compute: float = 0.0  # predicted seconds to compute its tokens; 0: unknown
     forgotten: bool = False  # the weights have changed meanwhile
@@ -92,7 +84,6 @@ class DiskTier(Source):
         self._groups = parts.pool.groups
         self._totals = parts.totals
         self._clock = parts.clock
-        self._pace = parts.pace
         self._host = host
         host.source = self
         areas = host.areas
@@ -111,7 +102,6 @@ class DiskTier(Source):
         self._slot_blocks = slot_blocks
         self._numbers = count(1)  # ids of transfers
         self._writes = DiskWrites(list(self._parts.values()), self._numbers)
-        self._may_split = not parts.states.recurrent and self._groups.windows == (None,)
         self._cost = LineFit(_KEEP)  # seconds of a read, by blocks
         self._measured_at = 0.0
         self._version = ""  # version of the weights; empty: not known yet
@@ -162,9 +152,7 @@ class DiskTier(Source):
         self.let_go(sequence)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Drop what was read for a sequence, unless it still computes the first part of a split."""
-        computes = sequence.split is not None and not sequence.ended
-        if not computes and (read := self._unfetched.pop(sequence.seq, None)) is not None:
+        if (read := self._unfetched.pop(sequence.seq, None)) is not None:
             self._drop_kept(read)
 
     def _begin_read(self, sequence: Sequence) -> bool:
@@ -175,71 +163,55 @@ class DiskTier(Source):
         if whole is None:
             return False
         if (same := self._in_flight(whole)) is not None:  # then what it brings is known
-            self._await(same, sequence)
+            self._waiting[sequence.seq] = same
             self._considered.discard(sequence.seq)
             return True
-        seconds, pace = self._host.seconds_to_compute(whole.num_tokens), self._pace(sequence)
-        read = self._split(whole, pace) or self._worthwhile(whole, seconds)
+        seconds = self._host.seconds_to_compute(whole.num_tokens)
+        read = self._worthwhile(whole, seconds)
         if read is None or not self._take_places(read):
             return False
         number = next(self._numbers)
-        patience = max(_LEAST_PATIENCE, seconds + (pace.queued if read.plan is not None else 0.0))
+        patience = max(_LEAST_PATIENCE, seconds)
         self._orders.append(DiskOrder(number, DiskWork.READ, tuple(read.names), tuple(read.places), patience))
-        read.ordered_at, read.compute = self._clock(), self._host.seconds_to_compute(read.num_tokens)
+        read.ordered_at = self._clock()
+        read.compute = self._host.seconds_to_compute(read.num_tokens)
         read.expected = self._seconds_to_read(read.size)
-        if read.plan is not None:
-            saved = pace.queued + seconds - read.plan.seconds
-            self._totals.disk_kv_expected_saved_seconds += max(0.0, saved)
-        elif self._cost and read.compute:
+        if self._cost and read.compute:
             saved = read.compute - read.expected - self._host.seconds_to_fetch(read.size)
             self._totals.disk_kv_expected_saved_seconds += max(0.0, saved)
         self._reads[number] = read
         self._reading |= dict.fromkeys(read.names, number)
-        if read.plan is not None:
-            sequence.begin_split(read.end - read.num_tokens)
-            return False
-        self._await(number, sequence)
+        self._waiting[sequence.seq] = number
         return True
 
-    def _await(self, number: int, sequence: Sequence) -> None:
-        """Let a sequence wait for a read."""
-        read = self._reads[number]
-        self._waiting[sequence.seq] = number
-        if read.sequence is sequence and read.awaited_since is None:
-            read.awaited_since = self._clock()
-
     def _in_flight(self, read: _Read) -> int | None:
-        """Return the number of a read in flight that shares blocks with this one: a split one lacks the first ones."""
+        """Return the number of a read in flight that shares blocks with this one."""
         return next((number for name in read.names if (number := self._reading.get(name)) is not None), None)
 
-    def _find(self, sequence: Sequence, most: int | None = None, behind: int = 0) -> _Read | None:
-        """Return a read of up to ``most`` blocks of a prefix; None if it would bring nothing.
-
-        It reads no block before block ``behind``.
-        """
-        areas, with_state = self._host.areas, not sequence.request.mode.loads
+    def _find(self, sequence: Sequence, most: int | None = None) -> _Read | None:
+        """Return a read of up to ``most`` blocks of a prefix; None if it would bring nothing."""
+        areas = self._host.areas
+        with_state = not sequence.request.mode.loads
 
         def hashes(end: int | None) -> islice[bytes]:
             return islice(sequence.hashes.one_by_one(sequence.token_ids, sequence.reusable), end)
 
-        known = len(areas.longest(hashes(None), with_state))
-        if not areas.may_continue_below(hashes(None), known):
+        num_stored = len(areas.longest(hashes(None), with_state))  # on the device or in host memory
+        if not areas.may_continue_below(hashes(None), num_stored):
             return None
         taken = sum(read.size for read in (*self._reads.values(), *self._unfetched.values()))
         room = max(0, int(areas.kv.host.total * _READ_SHARE - taken))
         fits = room // self._groups.num_groups
-        chain = areas.longest(hashes(known + (fits if most is None else min(fits, most))), with_state, below=True)
-        if len(chain) <= known:
+        chain = areas.longest(hashes(num_stored + (fits if most is None else min(fits, most))), with_state, below=True)
+        if len(chain) <= num_stored:
             return None
-        read = _Read(sequence, (len(chain) - max(known, behind)) * self._block_size, len(chain) * self._block_size)
+        read = _Read(sequence, (len(chain) - num_stored) * self._block_size)
         for area, group, index in areas.places(chain, with_state):
             key = (group, chain[index])
             if area.on_device(key):
                 continue
             if (entry := area.host.find(key)) is not None:
                 read.kept.append((area, entry))
-                continue
-            if index < behind:
                 continue
             part = self._parts[area]
             digest = part.index.digest(key)
@@ -248,26 +220,6 @@ class DiskTier(Source):
             read.parts.append(part)
             read.size += self._slot_blocks if part.slot else 1.0
         return read if read.names else None
-
-    def _split(self, whole: _Read, pace: Pace) -> _Read | None:
-        """Return a read of what follows a meeting point; None if it is not clear that both ends together gain.
-
-        A prompt is split at its first admission only, and never for a peer.
-        """
-        request, compute = whole.sequence.request, self._host.seconds_to_compute(1)
-        first_time = request.cached_tokens is None and request.mode is Mode.LOCAL
-        if not (self._may_split and first_time and self._cost and compute):
-            return None
-        line, fetch, size = self._cost.line, self._host.fetch_cost, self._block_size
-        before = sum(read.size for read in self._reads.values())
-        load = LinearCost(line.at(before) + fetch.base, (line.slope + fetch.slope) / size)
-        plan = plan_split(load, whole.num_tokens, compute=compute, pace=pace, block=size)
-        if plan is None:
-            return None
-        read = self._find(whole.sequence, behind=(whole.end - plan.loaded) // size)
-        if read is not None:
-            read.plan = plan
-        return read
 
     def _worthwhile(self, whole: _Read, seconds: float) -> _Read | None:
         """Return the read, a small part of it that measures the disk, or None if computing is faster.
@@ -325,8 +277,6 @@ class DiskTier(Source):
             part.area.host.give_back((place,))
             if outcome == Outcome.MISSING and not read.forgotten:
                 part.index.remove(key)
-        if read.forgotten or result.outcomes[0] != Outcome.DONE:
-            self._compute_on(read)
         self._keep(read, result.order_id)
         if not any(result.outcomes):
             now = self._clock()
@@ -338,11 +288,9 @@ class DiskTier(Source):
         self._stop_waiting(result.order_id)
 
     def _keep(self, read: _Read, number: int) -> None:
-        """Keep the blocks of a read until they are fetched, if its sequence waits, or computes the first part."""
+        """Keep the blocks of a read until they are fetched, if its sequence waits for it."""
         sequence = read.sequence
-        waits = self._waiting.get(sequence.seq) == number
-        computes = read.plan is not None and sequence.split is not None
-        if sequence.ended or not (waits or computes):
+        if self._waiting.get(sequence.seq) != number:
             self._drop_kept(read)
             return
         if (former := self._unfetched.get(sequence.seq)) is not None:
@@ -351,14 +299,12 @@ class DiskTier(Source):
 
     def _report(self, read: _Read, *, succeeded: bool) -> None:
         """Report a read for which no sequence waits any longer, and count the time that it has saved, or lost."""
-        now = self._clock()
-        seconds, num_tokens = now - read.ordered_at, read.num_tokens if succeeded else 0
-        computed = 0 if read.plan is None else read.plan.computed
-        fetched = Fetched(read.sequence.rid, Medium.DISK, num_tokens, seconds, read.expected, read.compute, computed)
+        seconds = self._clock() - read.ordered_at
+        num_tokens = read.num_tokens if succeeded else 0
+        fetched = Fetched(read.sequence.rid, Medium.DISK, num_tokens, seconds, read.expected, read.compute)
         self._events.fetched.append(fetched)
         if read.compute:
-            waited = 0.0 if read.awaited_since is None else now - read.awaited_since
-            saved = read.compute * succeeded - waited
+            saved = read.compute * succeeded - seconds
             self._totals.disk_kv_saved_seconds += max(0.0, saved)
             self._totals.disk_kv_lost_seconds += max(0.0, -saved)
 
@@ -369,13 +315,7 @@ class DiskTier(Source):
         self._late.add(number)
         self._report(self._reads[number], succeeded=False)
         self._totals.disk_kv_late_reads += 1
-        self._compute_on(self._reads[number])
         self._stop_waiting(number)
-
-    def _compute_on(self, read: _Read) -> None:
-        """End a split whose blocks do not come: its sequence computes all tokens, unless it waits already."""
-        if read.plan is not None:
-            read.sequence.end_split()
 
     def _stop_waiting(self, number: int) -> None:
         for seq in [seq for seq, waits_for in self._waiting.items() if waits_for == number]:
@@ -390,7 +330,8 @@ class DiskTier(Source):
     def take_orders(self) -> tuple[AnyDiskOrder, ...]:
         if self._version:
             self._orders += self._writes.order()
-        orders, self._orders = tuple(self._orders), []
+        orders = tuple(self._orders)
+        self._orders = []
         return orders
 
     def update(self, output: ModelRunnerOutput) -> None:

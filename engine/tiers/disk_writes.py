@@ -92,7 +92,8 @@ class DiskWrites:
         orders = []
         for part in self._parts:
             if part.faulty:
-                names, part.faulty = tuple(part.faulty), []
+                names = tuple(part.faulty)
+                part.faulty = []
                 orders.append(DiskOrder(next(self._numbers), DiskWork.REMOVE, names, (0,) * len(names)))
             while len(self._writes) < _WRITES and part.due:
                 if entries := part.next_write():
@@ -100,7 +101,8 @@ class DiskWrites:
         return orders
 
     def _begin(self, write: _Write) -> DiskOrder:
-        number, part = next(self._numbers), write.part
+        number = next(self._numbers)
+        part = write.part
         self._writes[number] = write
         names = []
         for entry in write.entries:

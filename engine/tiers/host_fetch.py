@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine.request import Sequence
+from engine.sequence import Sequence
 from engine.tiers.areas import Area
 from engine.tiers.host_pool import HostEntry
 from pdserve.host_copies import HostCopy

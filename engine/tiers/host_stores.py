@@ -71,14 +71,15 @@ class HostStores:
         """Begin the next stores."""
         copies = []
         for area in self._areas:
-            while len(self._stores) < _STORES and (found := area.next_store()):
-                host_blocks = area.host.take(len(found))
-                keys, blocks = map(list, zip(*found[: len(host_blocks)], strict=True))
+            while len(self._stores) < _STORES and (items := area.next_store()):
+                host_blocks = area.host.take(len(items))
+                keys, blocks = map(list, zip(*items[: len(host_blocks)], strict=True))
                 copies.append(self._begin(_Store(area, keys, blocks, host_blocks)))
         return copies
 
     def _begin(self, store: _Store) -> HostCopy:
-        area, copy_id = store.area, next(self._numbers)
+        area = store.area
+        copy_id = next(self._numbers)
         for key in store.keys:
             del area.waiting[key]
             area.storing.add(key)
@@ -89,7 +90,8 @@ class HostStores:
         else:
             groups = tuple(group for group, _ in store.keys)
             self._order_digests(area, store.blocks, groups, lambda digests: self._digested(copy_id, digests))
-        blocks, host_blocks = tuple(store.blocks), tuple(store.host_blocks)
+        blocks = tuple(store.blocks)
+        host_blocks = tuple(store.host_blocks)
         if area is self._areas.kv:
             return HostCopy(copy_id, load=False, blocks=blocks, host_blocks=host_blocks)
         return HostCopy(copy_id, load=False, slots=blocks, host_slots=host_blocks)

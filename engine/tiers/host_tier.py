@@ -21,13 +21,15 @@ import logging
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.digest_orders import TakeDigests
 from engine.kv_cache.tiers import Tiers
-from engine.request import Request, Sequence
+from engine.request import Request
+from engine.sequence import Sequence
 from engine.step_cost_meter import LineFit
 from engine.tiers.areas import Area, Areas, AreaWatcher
 from engine.tiers.host_fetch import Fetch, Part
@@ -52,7 +54,8 @@ def _sequence_of(message: LeaseCached, block_size: int) -> Sequence:
     """Return a sequence that can use all cached blocks that a peer pulls. It is in no queue."""
     token_ids = array("I", message.token_ids)
     token_ids.append(0)  # the KV of a last token never comes from the cache
-    sampling, length = SamplingParams(max_tokens=1), len(token_ids)
+    sampling = SamplingParams(max_tokens=1)
+    length = len(token_ids)
     request = Request(message.rid, token_ids.tobytes(), sampling, Mode.LOCAL, message.cache_salt)
     hashes = BlockHashes(block_size, root_hash(message.cache_salt))
     return Sequence(0, request, 0, token_ids, hashes, length, length + 1)
@@ -267,13 +270,9 @@ class HostTier(Tiers):
 
     def seconds_to_fetch(self, num_blocks: float) -> float:
         """Return the predicted time to copy blocks to the device, behind fetches in flight; 0: unknown."""
-        return self.fetch_cost.at(num_blocks)
-
-    @property
-    def fetch_cost(self) -> LinearCost:
-        """``seconds_to_fetch``, by blocks."""
         line = self._cost.line.aged(self._clock() - self._measured_at)
-        return LinearCost(line.at(sum(each.size for each in self._loads.values())), line.slope)
+        blocks_ahead = sum(load.size for load in self._loads.values())
+        return line.at(blocks_ahead + num_blocks)
 
     def _take_blocks(self, fetch: Fetch) -> bool:
         """Keep the cached blocks of a prefix, and take blocks for the others. Return False if too few are free."""
@@ -281,12 +280,13 @@ class HostTier(Tiers):
             area.pool.hold(blocks)
         for part in fetch.parts:
             spare = 1 + fetch.sequence.for_peer if part is fetch.slots else 0  # what ``StateSlots`` will need
-            pool, count = part.area.pool, len(part.entries)
-            found = pool.take(count) if pool.count(Use.FREE) >= count + spare else None
-            if found is None:
+            pool = part.area.pool
+            count = len(part.entries)
+            taken = pool.take(count) if pool.count(Use.FREE) >= count + spare else None
+            if taken is None:
                 self._give_back(fetch)
                 return False
-            part.blocks = found
+            part.blocks = taken
         return True
 
     def _give_back(self, fetch: Fetch) -> None:
@@ -298,10 +298,12 @@ class HostTier(Tiers):
         for area, entry in fetch.entries():
             area.host.pin(entry)
         copy_id = next(self._numbers)
-        fetch.compute, fetch.expected = self.seconds_to_compute(fetch.num_tokens), self.seconds_to_fetch(fetch.size)
+        fetch.compute = self.seconds_to_compute(fetch.num_tokens)
+        fetch.expected = self.seconds_to_fetch(fetch.size)
         if fetch.compute and fetch.expected:
             self._totals.host_kv_expected_saved_seconds += max(0.0, fetch.compute - fetch.expected)
-        fetch.ordered_at, fetch.generation = self._clock(), self._generation
+        fetch.ordered_at = self._clock()
+        fetch.generation = self._generation
         self._loads[copy_id] = fetch
         self._copies.append(fetch.copy(copy_id))
 
@@ -317,15 +319,15 @@ class HostTier(Tiers):
         elif self._checksum:
             groups = tuple(group for _, group in fetch.kv.places)
             slots = () if fetch.slots is None else tuple(fetch.slots.blocks)
-            self._add_digests(fetch.kv.blocks, groups, slots, lambda found: self._compare(copy_id, found))
+            self._add_digests(fetch.kv.blocks, groups, slots, partial(self._compare, copy_id))
         else:
             self._end_load(copy_id, [True] * fetch.num_entries)
 
-    def _compare(self, copy_id: int, found: tuple[int, ...]) -> None:
+    def _compare(self, copy_id: int, digests: tuple[int, ...]) -> None:
         fetch = self._loads[copy_id]
         fetch.tokens_from_disk = fetch.num_unverified * self._block_size
         entries = list(fetch.entries())
-        right = [entry.digest == digest for (_, entry), digest in zip(entries, found, strict=True)]
+        right = [entry.digest == digest for (_, entry), digest in zip(entries, digests, strict=True)]
         wrong = [entry for (_, entry), is_right in zip(entries, right, strict=True) if not is_right]
         in_memory = sum(entry.verified for entry in wrong)
         self._totals.host_kv_corrupt_blocks += in_memory
@@ -370,7 +372,8 @@ class HostTier(Tiers):
 
     def _report(self, fetch: Fetch, seconds: float, *, succeeded: bool) -> None:
         """Report a fetch, and count the time that it has saved, or lost."""
-        rid, num_tokens = fetch.sequence.rid, fetch.num_tokens if succeeded else 0
+        rid = fetch.sequence.rid
+        num_tokens = fetch.num_tokens if succeeded else 0
         self._events.fetched.append(Fetched(rid, Medium.HOST, num_tokens, seconds, fetch.expected, fetch.compute))
         if fetch.compute:
             saved = fetch.compute * succeeded - seconds
@@ -383,7 +386,8 @@ class HostTier(Tiers):
             area.pool.recorder.store(sequence, index, group)
 
     def _drop_kept(self, fetch: Fetch) -> None:
-        kept, fetch.kept = fetch.kept, []
+        kept = fetch.kept
+        fetch.kept = []
         self._events.status_changed = True
         with self._quietly():
             for area, blocks in kept:
@@ -417,8 +421,10 @@ class HostTier(Tiers):
         disk = self.source.take_orders()
         if self._allocated and not (self._copies or disk):
             return NO_ORDERS
-        copies, self._copies = tuple(self._copies), []
-        allocate, self._allocated = not self._allocated, True
+        copies = tuple(self._copies)
+        self._copies = []
+        allocate = not self._allocated
+        self._allocated = True
         return KVConnectorOrders(copies=copies, allocate_host_memory=allocate, disk=disk)
 
     def update(self, output: ModelRunnerOutput) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.request import Sequence
+from engine.sequence import Sequence
 from pdserve.disk_kv import AnyDiskOrder
 from pdserve.records import ModelRunnerOutput
 

@@ -21,7 +21,7 @@ from pdserve.errors import CheckpointError, shown
 MAX_HEADER = 32 << 20  # bytes; 250,000 tensors have about 30 MB
 MAX_TENSORS = 1 << 18  # tensors per file, and per checkpoint
 _MAX_DIMENSIONS = 16
-LENGTH = struct.Struct("<Q")  # of the header
+LENGTH = struct.Struct("<Q")  # the first bytes of a file: the length of its header
 _AGAIN = "download it again"
 
 _BITS = {

@@ -372,7 +372,6 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True):
     seconds: float  # duration of the fetch
     expected: float  # predicted seconds of the fetch; 0: unknown
     computing: float  # predicted seconds to compute the tokens instead; 0: unknown
-    computed_tokens: int = 0  # tokens that the request computes meanwhile; 0: it waits
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True):

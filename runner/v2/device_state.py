@@ -66,9 +66,9 @@ class StepWords:
     arrays_at: tuple[int, ...]  # word offsets of the arrays that ``send`` was given
     extra_at: tuple[int, ...]  # word offsets of the arrays that ``stage`` was given
 
-    def array(self, index: int, length: int) -> Tensor:
-        """Return one of the arrays that ``send`` was given: [length] int32."""
-        return self.words[self.arrays_at[index] : self.arrays_at[index] + length]
+    def array(self, begin: int, length: int) -> Tensor:
+        """Return the array that begins at a word offset: [length] int32."""
+        return self.words[begin : begin + length]
 
 
 class StagedWrites:

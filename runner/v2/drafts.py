@@ -26,7 +26,7 @@ from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
 from runner.v2.cuda_graphs import CudaGraphs
 from runner.v2.device_sampler import SamplerOutput
 from runner.v2.device_state import DeviceState
-from runner.v2.input_batch import SLOTS, BatchIndices, InputBatch, SampledRows
+from runner.v2.input_batch import BatchIndices, InputBatch, SampledRows
 from runner.v2.sampling_metadata import SamplingMetadata
 from runner.v2.verification import DeviceVerification
 
@@ -173,7 +173,7 @@ class DeviceDrafts:
         """Return the step's tokens with their next ones, which the state has: from the prompt, or sampled."""
         indices = batch.indices
         positions = self._inputs.positions[: batch.indices.num_tokens]
-        slots = batch.sent.array(SLOTS, indices.num_seqs)
+        slots = batch.sent.array(batch.at.slots, indices.num_seqs)
         if indices.num_tokens > indices.num_seqs:
             lengths = self._inputs.query_lengths(indices.num_seqs)
             slots = slots.repeat_interleave(lengths, output_size=indices.num_tokens)

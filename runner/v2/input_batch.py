@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,9 +23,23 @@ from runner.v2.sampling_metadata import GrammarMaskTensors, SamplingMetadata, co
 _TOKEN_CHUNK = 1024
 _PAGE_CHUNK = 256
 
-# The arrays of ``InputBatch.sent``.
-SLOTS, QUERY_STARTS, SAMPLE_OF_ROW, LOGITS_TOKENS, STATE_SLOTS, NUM_BLOCKS = range(6)
 HAS_DRAFTS = -2  # in place of a sample: the host counts the samples that stay
+
+Item = TypeVar("Item")
+
+
+class StepState(NamedTuple, Generic[Item]):
+    """What a step sends to the device about its sequences: each item is an int32 array, or its word offset there.
+
+    A sequence without samples has -1 in ``sample_of_row``, a decode with drafts has HAS_DRAFTS.
+    """
+
+    slots: Item  # [num_seqs]
+    query_starts: Item  # [num_seqs + 1]: first token of each sequence among those of the step
+    sample_of_row: Item  # [num_seqs]
+    logits_tokens: Item  # [tokens whose logits are sampled], as indices into the tokens of the step
+    state_slots: Item  # [num_seqs], of recurrent states
+    num_blocks: Item  # [num_seqs], in the block tables of all groups
 
 
 class SampledRows(NamedTuple):
@@ -76,6 +90,7 @@ class InputBatch:
     seq_lens: NDArray[np.int32]  # [num_seqs], with this step's tokens
     longest: int  # tokens of the longest sequence, with the token that this step samples
     sent: StepWords
+    at: StepState[int]  # word offsets in ``sent``
     num_blocks: NDArray[np.int32]  # [num_seqs], in the block tables of all groups
     state_snapshots: tuple[RowSnapshot, ...] = ()
     masks: GrammarMaskTensors | None = None
@@ -84,16 +99,15 @@ class InputBatch:
     @property
     def logits_tokens(self) -> Tensor:
         """The tokens whose logits are sampled, as indices into the tokens of the step; on the device."""
-        return self.sent.array(LOGITS_TOKENS, len(self.indices.logits_tokens))
+        return self.sent.array(self.at.logits_tokens, len(self.indices.logits_tokens))
 
     def store_samples(self, state: DeviceState, tokens: Tensor) -> None:
         """Count the step's tokens in the device's state, and append its samples to their sequences."""
-        at = self.sent.arrays_at
         take_samples_kernel[(self.indices.num_seqs,)](
             self.sent.words,
-            at[SLOTS],
-            at[QUERY_STARTS],
-            at[SAMPLE_OF_ROW],
+            self.at.slots,
+            self.at.query_starts,
+            self.at.sample_of_row,
             tokens,
             state.token_ids,
             state.num_computed,
@@ -134,13 +148,12 @@ class InputBuffers:
         tokens = descriptor.tokens
         assert tokens <= len(self.input_ids), f"a step of {tokens} tokens in buffers of {len(self.input_ids)}"
         words = batch.sent.words
-        arrays_at = batch.sent.arrays_at
         layout = self._layout
         num_seqs = batch.indices.num_seqs
         build_inputs_kernel[(descriptor.rows + 1,)](
             words,
-            arrays_at[SLOTS],
-            arrays_at[QUERY_STARTS],
+            batch.at.slots,
+            batch.at.query_starts,
             num_seqs,
             state.token_ids,
             state.block_tables,
@@ -159,15 +172,16 @@ class InputBuffers:
             CHUNK=_TOKEN_CHUNK,
         )
         if self._state_slots is not None:  # rows of padding keep an old slot: they have no tokens
-            self._state_slots[:num_seqs].copy_(batch.sent.array(STATE_SLOTS, num_seqs))
+            self._state_slots[:num_seqs].copy_(batch.sent.array(batch.at.state_slots, num_seqs))
         if descriptor.row_tokens > 1 and self._has_drafts:
-            self.drafted[:num_seqs].copy_(batch.sent.array(SAMPLE_OF_ROW, num_seqs) == HAS_DRAFTS)
+            sample_of_row = batch.sent.array(batch.at.sample_of_row, num_seqs)
+            self.drafted[:num_seqs].copy_(sample_of_row == HAS_DRAFTS)
         if self._ahead:
-            self.num_blocks[:num_seqs].copy_(batch.sent.array(NUM_BLOCKS, num_seqs))
+            self.num_blocks[:num_seqs].copy_(batch.sent.array(batch.at.num_blocks, num_seqs))
         longest = -(-(int(batch.seq_lens.max()) + self._ahead) // layout.kernel_block_size)
         build_page_table_kernel[(num_seqs, -(-longest // _PAGE_CHUNK), layout.groups.num_groups)](
             words,
-            arrays_at[SLOTS],
+            batch.at.slots,
             num_seqs,
             state.block_tables,
             state.block_tables.stride(0),
@@ -188,9 +202,10 @@ class InputBuffers:
     def attention_batch(self, batch: InputBatch, padded: BatchDescriptor | None = None) -> AttentionBatch:
         """Return the batch that was built last; its device tensors have the size ``padded``, or none of its padding."""
         indices = batch.indices
-        lengths = indices.query_starts, batch.seq_lens
         size = padded or indices.descriptor
-        return self._attention_batch(*lengths, size, indices.has_drafts, batch.state_snapshots)
+        return self._attention_batch(
+            indices.query_starts, batch.seq_lens, size, indices.has_drafts, batch.state_snapshots
+        )
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
         """Fill in a batch at position 0 that stores nothing, and return it. Spare tokens go to the first sequences."""

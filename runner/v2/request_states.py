@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pdserve.records import Drafts, NewSequence, StepPlan
 from runner.sequence_rows import SequenceRows, row_snapshots
 from runner.v2.device_state import DeviceState, StagedWrites
-from runner.v2.input_batch import HAS_DRAFTS, BatchIndices, InputBatch
+from runner.v2.input_batch import HAS_DRAFTS, BatchIndices, InputBatch, StepState
 from runner.v2.sampling_metadata import DeviceSamplingRow
 
 
@@ -72,27 +72,36 @@ class RequestStates(SequenceRows):
             self._write_drafts(plan.drafts)
         indices = self._indices_of(plan)
         seq_lens = self.num_computed[indices.rows] + indices.lengths
-        num_tokens = self.num_tokens[indices.rows]
+        lengths = self.num_tokens[indices.rows]  # tokens that exist, and drafts
         if plan.drafts:
-            num_tokens[indices.drafted] += indices.lengths[indices.drafted] - 1
+            lengths[indices.drafted] += indices.lengths[indices.drafted] - 1
             counted = indices.undrafted
             self.num_computed[indices.rows[counted]] = seq_lens[counted]
             self.num_tokens[indices.rows[indices.continued]] += 1
         else:
             self.num_computed[indices.rows] = seq_lens
             self.num_tokens[indices.sampling_rows] += 1
-        assert (seq_lens <= num_tokens).all(), "a plan schedules tokens that do not exist yet"
+        assert (seq_lens <= lengths).all(), "a plan schedules tokens that do not exist yet"
         num_blocks = self._num_blocks[indices.rows]
-        sent = self._writes.send(
-            indices.rows,
-            indices.query_starts,
-            indices.sample_of_row,
-            indices.logits_tokens,
-            self._state_slots[indices.rows],
-            num_blocks,
+        arrays = StepState(
+            slots=indices.rows,
+            query_starts=indices.query_starts,
+            sample_of_row=indices.sample_of_row,
+            logits_tokens=indices.logits_tokens,
+            state_slots=self._state_slots[indices.rows],
+            num_blocks=num_blocks,
         )
+        sent = self._writes.send(*arrays)
         self._writes.apply(sent, self._state)
-        return InputBatch(indices, seq_lens, int(num_tokens.max()) + 1, sent, num_blocks, row_snapshots(plan))
+        return InputBatch(
+            indices=indices,
+            seq_lens=seq_lens,
+            longest=int(lengths.max()) + 1,
+            sent=sent,
+            at=StepState(*sent.arrays_at),
+            num_blocks=num_blocks,
+            state_snapshots=row_snapshots(plan),
+        )
 
     def sampling_rows(self, indices: BatchIndices) -> list[DeviceSamplingRow]:
         """Return each token that a batch samples."""

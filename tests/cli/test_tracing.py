@@ -59,7 +59,7 @@ def test_load_is_a_span_of_the_measured_time_with_the_predicted_ones() -> None:
     with Collector() as collector:
         tracer = make_tracer(collector_url(collector.url), "decode", "d0")
         span = tracer.continue_span("decode node", *CONTEXT, {"pdserve.request_id": "r"})
-        record_fetch(span, Fetched(1, Medium.DISK, 96, seconds=0.25, expected=0.0, computing=0.5, computed_tokens=32))
+        record_fetch(span, Fetched(1, Medium.DISK, 96, seconds=0.25, expected=0.0, computing=0.5))
         span.end()
         tracer.close()
         load = collector.wait("r", "load", root_name="decode node").child("load")
@@ -67,6 +67,5 @@ def test_load_is_a_span_of_the_measured_time_with_the_predicted_ones() -> None:
         "pdserve.load.medium": "STORAGE",
         "pdserve.load.tokens": 96,
         "pdserve.load.computing": 0.5,
-        "pdserve.load.computed_tokens": 32,
     }
     assert (load.end - load.start) / 1e9 == pytest.approx(0.25)

@@ -16,7 +16,7 @@ from toy import ToyRunner
 from toy_node import BLOCK, Node
 
 from engine.kv_cache.state_slots import StateSlots
-from engine.request import Sequence
+from engine.sequence import Sequence
 from node.leasing.leases import Lease, LeaseId
 from pdserve.ipc.cache_changes import Medium
 from pdserve.ipc.messages import ComputeBeside, KVConfirmed, Mode, Resume, ToEngine
@@ -133,7 +133,7 @@ class Side:
         room, preempt = self.node.scheduler.room, self.node.scheduler.room.preempt
 
         def watched(sequence: Sequence | None) -> None:
-            if sequence is not None and sequence.blocks:
+            if sequence is not None and sequence.table.blocks:
                 self._met(sequence.rid, Feature.PREEMPTION)
             preempt(sequence)
 

@@ -12,9 +12,10 @@ from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.peer_kv import PeerKV
 from engine.peers.connected_peers import ConnectedPeers
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.sequence import Sequence
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Batch, Mode, StartRead, Submit
 from pdserve.records import NO_ORDERS, KVConnectorOutput, ModelRunnerOutput, Peer, ReadResult, StepOutput

@@ -16,8 +16,8 @@ from machine import patience
 from toy import reference
 from toy_node import Node
 
-from engine.request import Constraint
 from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers, Masked
+from engine.sequence_parts import Constraint
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import RequestError
 from pdserve.grammar import Grammar, GrammarVocabulary, from_ebnf, from_json_schema, from_regex

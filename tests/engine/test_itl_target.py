@@ -17,8 +17,9 @@ from toy import reference
 from toy_node import Node, ToyRank, WholeLaunches
 
 from engine.executor.idle_step import measure_idle_step
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.scheduler.itl_target import ItlTarget
+from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
 from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps, StepTokens
 from pdserve.hashing import BlockHashes, root_hash

@@ -20,7 +20,8 @@ from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.states import States
-from engine.request import Request, Sequence
+from engine.request import Request
+from engine.sequence import Sequence
 from node.frontend_flags import FrontendOptions, KVEventOptions
 from node.kv_events.event_log import EventLog, GroupKind, short_hash
 from node.kv_events.publisher import KVEventPublisher
@@ -64,7 +65,7 @@ class Operations:
             num_tokens = min(sequence.num_computed + chance.randint(1, 16), sequence.prompt_len)
             if self._kv.has_windows:
                 self._kv.cover(sequence, num_tokens - sequence.num_computed)
-            sequence.loaded(min(num_tokens, sequence.covered))
+            sequence.set_computed(min(num_tokens, sequence.table.covered))
             self._kv.cache_full_blocks(sequence)
 
     def _sequence(self) -> Sequence:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Request, Sequence
+from engine.request import Request
 from engine.scheduler.waiting_queue import WaitingQueue
+from engine.sequence import Sequence
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import Mode
 from pdserve.rpc.protobuf import pack_tokens
