@@ -108,10 +108,10 @@ class FlashInferPrefill:
 
     def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec) -> None:
         """Load the kernel, see ``load_kernel``."""
-        device = workspace.device
-        window = spec.window
         dtype = str(sizes.dtype).removeprefix("torch.")
+        window = spec.window
         kernel = FlashInferKernel(dtype, sizes.head_dim, sizes.value_dim, windowed=window is not None)
+        device = workspace.device
         self._name, self._module = load_kernel(kernel, device)
         self._sizes = sizes
         self._scale = spec.scale

@@ -46,7 +46,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         max_blocks = config.max_model_len // layout.block_size + 1
         entries = max_blocks * layout.groups.num_groups
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, entries, device)
-        words = 2 * config.max_model_len + config.max_batch_tokens + 10 * max_num_seqs  # two of the longest prompts
+        # Room for two of the longest prompts.
+        words = 2 * config.max_model_len + config.max_batch_tokens + 10 * max_num_seqs
         writes = StagedWrites(words, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
