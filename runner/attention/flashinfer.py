@@ -80,7 +80,8 @@ def load_kernel(kernel: FlashInferKernel, device: torch.device) -> LoadedKernel:
     FlashInfer starts ninja also for a cached kernel.
     """
     os.environ["PATH"] = search_path()
-    dtype, no_encoding = getattr(torch, kernel.dtype), PosEncodingMode.NONE.value
+    dtype = getattr(torch, kernel.dtype)
+    no_encoding = PosEncodingMode.NONE.value
     name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
     arguments = (
         dtype,  # queries
