@@ -47,7 +47,8 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
     reduce = SumAndNorm(memory.addresses, rank, max(args.rows), args.size, device)
     for rows in args.rows:
         x = torch.randn(rows, args.size, device=device, dtype=torch.bfloat16)
-        residual, weight = torch.randn_like(x), torch.ones(args.size, device=device, dtype=torch.bfloat16)
+        residual = torch.randn_like(x)
+        weight = torch.ones(args.size, device=device, dtype=torch.bfloat16)
 
         def nccl(x: Tensor = x, residual: Tensor = residual, weight: Tensor = weight) -> None:
             dist.all_reduce(x)

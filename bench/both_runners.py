@@ -74,7 +74,7 @@ MEASURED = (
     Measured("deepseek-v3-5l-fp8", "DeepSeek-V3, FP8", num_layers=5),
     Measured("glm-4.7-flash", "GLM-4.7-Flash, bf16", num_layers=12),
 )
-BY_SHAPE = {each.shape: each for each in MEASURED}
+BY_SHAPE = {figures.shape: figures for figures in MEASURED}
 
 
 def compile_all(shapes: Sequence[Measured], folder: Path, changes: dict[str, Any], flags: Sequence[str]) -> None:
@@ -97,7 +97,7 @@ def start(model: Path, runner: str, flags: Sequence[str]) -> subprocess.Popen[st
 
 def measure(model: Path, runner: str, flags: Sequence[str]) -> list[float]:
     """Return the milliseconds of a decode step by batch, then of a prefill by prompt."""
-    batches, prompts = (",".join(map(str, each)) for each in (BATCHES, PROMPTS))
+    batches, prompts = (",".join(map(str, sizes)) for sizes in (BATCHES, PROMPTS))
     process = start(model, runner, ["--batches", batches, "--prompts", prompts, *STEPS, *flags])
     output = output_of(process, f"{model.name} on {runner}")
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]

@@ -130,7 +130,8 @@ def report_overdue(fleet: Fleet, load: Load) -> None:
     print(f"overdue: requests {sorted(load.in_flight.values())}", flush=True)
     for node in fleet.nodes:
         try:
-            status, state = node.status(), node.describe().state
+            status = node.status()
+            state = node.describe().state
             counts = f"{status.waiting} waiting, {status.reading} reading, {status.running} running"
             print(f"  {node.name} is {state}: {counts}, {status.paused} paused", flush=True)
         except grpc.RpcError as exc:

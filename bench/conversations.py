@@ -41,7 +41,7 @@ from cli.bench.http_load import Endpoint, ServerError, Trace, complete, first_mo
 from cli.bench.requests import Request, completion_body, random_prompt
 from pdserve.errors import shown
 from pdserve.flags.value_types import positive_int
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 
 class Turn(NamedTuple):
@@ -54,13 +54,15 @@ class Turn(NamedTuple):
 
 async def converse(endpoint: Endpoint, args: argparse.Namespace) -> list[Turn]:
     """Return the figures of each turn. Raises ServerError if a request fails."""
-    model, salt = await first_model(endpoint), uuid.uuid4().hex
+    model = await first_model(endpoint)
+    salt = uuid.uuid4().hex
     rng = random.Random(args.seed)
     histories: list[list[int]] = [[] for _ in range(args.conversations)]
     places = asyncio.Semaphore(args.concurrency)
 
     async def send(prompt: list[int]) -> tuple[Trace, list[int]]:
-        trace, answer = Trace(time.perf_counter()), list[int]()
+        trace = Trace(time.perf_counter())
+        answer = list[int]()
         body = completion_body(model, Request(0.0, prompt, args.answer_tokens), salt)
         async with places:
             await complete(endpoint, body, args.answer_tokens, trace, args.timeout, token_ids=answer)
@@ -115,7 +117,8 @@ def table(results: dict[str, tuple[list[Turn], float]], args: argparse.Namespace
     lines = ["| turn | prompt tokens | " + " | ".join(f"{name}: TTFT p50 / p99 ms, cached" for name in names) + " |"]
     lines.append("|---" * (2 + len(names)) + "|")
     for number in range(args.turns):
-        cells, length = [], 0
+        cells = []
+        length = 0
         for turns, _ in results.values():
             turn = turns[number]
             length = turn.prompt_tokens // len(turn.ttft)
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         turns = uvloop.run(converse(endpoint, args))
         results[name] = turns, time.perf_counter() - began
         print(f"{name}: {results[name][1]:.1f} s", file=sys.stderr, flush=True)
-        figures = {each: [turn._asdict() for turn in found] for each, (found, _) in results.items()}
+        figures = {system: [turn._asdict() for turn in turns] for system, (turns, _) in results.items()}
         (args.out / "conversations.json").write_text(json.dumps(figures))
 
     for name, url in args.system:

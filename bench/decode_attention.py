@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from engine_steps import numbers
 
-from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv.layout import FullAttentionSpec, KVLayout
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.rope import RopeConfig
@@ -50,18 +50,20 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 def lengths_of(rows: int, mean: int, sigma: float, seed: int) -> list[int]:
     draw = random.Random(seed)
-    found = [round(mean * draw.lognormvariate(-sigma * sigma / 2, sigma)) for _ in range(rows)]
-    return [min(max(each, 1), MOST_TOKENS) for each in found]
+    drawn = [round(mean * draw.lognormvariate(-sigma * sigma / 2, sigma)) for _ in range(rows)]
+    return [min(max(length, 1), MOST_TOKENS) for length in drawn]
 
 
 def make_batch(lengths: list[int], page: int, num_pages: int) -> AttentionBatch:
     """Return a decode step over random pages."""
-    rows, counts = len(lengths), [-(-each // page) for each in lengths]
+    rows = len(lengths)
+    counts = [-(-length // page) for length in lengths]
     pages = torch.randperm(num_pages, dtype=torch.int32)[: sum(counts)].split(counts)
     table = torch.zeros(rows, max(counts), dtype=torch.int32)
     for row, own in enumerate(pages):
         table[row, : len(own)] = own
-    starts, lens = np.arange(rows + 1, dtype=np.int32), np.array(lengths, dtype=np.int32)
+    starts = np.arange(rows + 1, dtype=np.int32)
+    lens = np.array(lengths, dtype=np.int32)
     return AttentionBatch(
         query_starts=starts,
         seq_lens=lens,
@@ -73,8 +75,9 @@ def make_batch(lengths: list[int], page: int, num_pages: int) -> AttentionBatch:
 
 
 def seconds_per_layer(args: argparse.Namespace, lengths: list[int]) -> float:
-    config, page = model_config(args), args.page
-    num_pages = sum(-(-each // page) for each in lengths)
+    config = model_config(args)
+    page = args.page
+    num_pages = sum(-(-length // page) for length in lengths)
     spec = FullAttentionSpec(args.kv_heads, args.head_dim, "bfloat16")
     layout = KVLayout(num_blocks=num_pages, block_size=page, kernel_block_size=page, num_layers=args.layers, spec=spec)
     device = torch.device("cuda")
@@ -95,7 +98,8 @@ def seconds_per_layer(args: argparse.Namespace, lengths: list[int]) -> float:
     with torch.cuda.graph(graph):
         step()
     graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(REPEATS):
         graph.replay()
@@ -118,12 +122,12 @@ def main() -> None:
     args = parser.parse_args()
     print("| rows | sigma | longest | µs per layer | TB/s |\n|---|---|---|---|---|")
     for rows in args.rows:
-        for sigma in (float(each) for each in args.sigmas.split(",")):
+        for sigma in (float(text) for text in args.sigmas.split(",")):
             drawn = [lengths_of(rows, args.mean, sigma, seed) for seed in range(args.seeds if sigma else 1)]
-            seconds = [seconds_per_layer(args, each) for each in drawn]
-            bytes_read = sum(sum(each) for each in drawn) / len(drawn) * 2 * args.kv_heads * args.head_dim * 2
+            seconds = [seconds_per_layer(args, lengths) for lengths in drawn]
+            bytes_read = sum(sum(lengths) for lengths in drawn) / len(drawn) * 2 * args.kv_heads * args.head_dim * 2
             mean = sum(seconds) / len(seconds)
-            longest = max(max(each) for each in drawn)
+            longest = max(max(lengths) for lengths in drawn)
             print(f"| {rows} | {sigma} | {longest} | {mean * 1e6:.1f} | {bytes_read / mean / 1e12:.2f} |", flush=True)
 
 

@@ -19,13 +19,14 @@ from statistics import fmean
 from typing import NamedTuple
 
 from fleet import Fleet, start_elastic
-from fleet_simulation import Simulation
 from plan_check import replay
 from replay import make_long_model
-from simulated_node import Card, Job
 
-from cli.plan.queues import percentile
+from cli.numbers import percentile
 from cli.plan.workload import Workload, workload_of
+from cli.virtual_fleet.cards import Card
+from cli.virtual_fleet.fleet import Simulation
+from cli.virtual_fleet.jobs import Job
 from pdserve.config.simulated_costs import KV_TOKENS, choose_costs
 
 SHARES = (50, 90)
@@ -48,7 +49,8 @@ def simulated(roles: Sequence[str], workload: Workload, rate: float, times: floa
     simulation = Simulation(roles, card=Card(costs, 0.0, KV_TOKENS), device="simulated")
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
-    per_token, longest = [job.per_token for job in decoded], [job.longest_gap for job in decoded]
+    per_token = [job.per_token for job in decoded]
+    longest = [job.longest_gap for job in decoded]
     return Results([job.ttft for job in jobs], per_token, longest, simulation.handoffs / len(jobs))
 
 
@@ -94,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for rate in args.rates:
         for name, roles in (("1P1D", ["prefill", "decode"]), ("elastic", ["both", "both"])):
             results = [run(roles, workload, rate / args.slower, args.slower) for run in (simulated, measured)]
-            rows = [cells(each, args.slower) for each in results]
+            rows = [cells(result, args.slower) for result in results]
             times = [" / ".join(pair) for pair in zip(*rows, strict=True)]
-            handoffs = " / ".join(f"{each.handoffs:.0%}" for each in results)
+            handoffs = " / ".join(f"{result.handoffs:.0%}" for result in results)
             print(f"| {rate:g} | {name} | {' | '.join(times)} | {handoffs} |", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Elastic fleets beside fixed splits, simulated (tests/support/fleet_simulation.py) with the router's real policy.
+"""Elastic fleets beside fixed splits, simulated (cli/virtual_fleet/) with the router's real policy.
 
     PYTHONPATH=.:tests/support python bench/elastic_shift.py --nodes 2 8
 
@@ -12,45 +12,49 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from fleet_simulation import BURSTS, Figures, Shift, shift, split
+from fleet_loads import BURSTS, Figures, Shift, shift
+
+from cli.virtual_fleet.fleet import split
 
 
 def splits(nodes: int, seconds: float) -> dict[int, Shift]:
     """Simulate splits by number of prefill nodes; with many nodes, only splits near the best of each burst."""
     step = max(1, nodes // 8)
-    found = {prefill: shift(split(prefill, nodes), seconds) for prefill in range(0, nodes, step)}
+    shifts = {prefill: shift(split(prefill, nodes), seconds) for prefill in range(0, nodes, step)}
     while step > 1:
         step //= 2
         for phase in range(len(BURSTS)):
-            best = best_split(found, phase)
+            best = best_split(shifts, phase)
             for prefill in (best - step, best + step):
-                if 0 <= prefill < nodes and prefill not in found:
-                    found[prefill] = shift(split(prefill, nodes), seconds)
-    return found
+                if 0 <= prefill < nodes and prefill not in shifts:
+                    shifts[prefill] = shift(split(prefill, nodes), seconds)
+    return shifts
 
 
-def best_split(found: dict[int, Shift], phase: int) -> int:
+def best_split(shifts: dict[int, Shift], phase: int) -> int:
     """Return the number of prefill nodes with the shortest mean duration of requests."""
-    return min(found, key=lambda prefill: found[prefill].phases[phase].duration)
+    return min(shifts, key=lambda prefill: shifts[prefill].phases[phase].duration)
 
 
 def print_shift(nodes: int, seconds: float) -> None:
-    found, elastic = splits(nodes, seconds), shift(["both"] * nodes, seconds)
+    shifts = splits(nodes, seconds)
+    elastic = shift(["both"] * nodes, seconds)
     for phase, burst in enumerate(BURSTS):
-        best = best_split(found, phase)
-        other = best_split(found, 1 - phase)
+        best = best_split(shifts, phase)
+        other = best_split(shifts, 1 - phase)
         named = [
             ("elastic", elastic),
-            (f"{best}P{nodes - best}D", found[best]),
-            (f"{other}P{nodes - other}D", found[other]),
+            (f"{best}P{nodes - best}D", shifts[best]),
+            (f"{other}P{nodes - other}D", shifts[other]),
         ]
-        base = found[best].phases[phase]
+        base = shifts[best].phases[phase]
         for name, result in named:
             figures = result.phases[phase]
             worse = f"{figures.duration / base.duration - 1:+.0%} | {figures.requests / base.requests - 1:+.0%}"
             print(f"| {nodes} | {burst.name} | {name} | {' | '.join(cells(figures))} | {worse} |", flush=True)
     leaning = " ".join(str(sum(share > 0.5 for share in shares)) for shares in elastic.simulation.shares[::2])
-    moves, handoffs = elastic.simulation.moves, elastic.simulation.handoffs
+    moves = elastic.simulation.moves
+    handoffs = elastic.simulation.handoffs
     print(f"\nelastic, {nodes} nodes: {moves} moves, {handoffs} handoffs")
     print(f"nodes that mostly prefill, every 2 s: {leaning}\n")
 

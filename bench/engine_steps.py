@@ -45,7 +45,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
-from pdserve.ipc.messages import Batch, Mode, RankPlacement, Refused, Submit, Totals
+from pdserve.ipc.messages import EventBatch, Mode, RankPlacement, Refused, Submit, Totals
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.request_cost import HANDOFF_SECONDS
 from pdserve.sampling_params import SamplingParams
@@ -95,9 +95,11 @@ class Run:
         """Return the mean step in which all requests decoded. Raises ValueError if there were too few."""
         if len(self._marks) < SKIPPED + 2:
             raise ValueError(f"all requests decoded in {len(self._marks)} steps only; use more --steps")
-        first, last = self._marks[SKIPPED], self._marks[-1]
+        first = self._marks[SKIPPED]
+        last = self._marks[-1]
         seconds = (last.seconds - first.seconds) * self._batch / (last.num_tokens - first.num_tokens)
-        before, after = first.totals, last.totals
+        before = first.totals
+        after = last.totals
         steps = max(after.steps - before.steps, 1)
         accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
         return Step(
@@ -124,7 +126,8 @@ class RequestOutputs:
 
     def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         if not self._has_started:
-            self._has_started, self._is_last = True, self._run.on_start()
+            self._has_started = True
+            self._is_last = self._run.on_start()
         self._run.on_token(self._is_last)
         if finish is not None:
             self._run.on_end()
@@ -161,7 +164,7 @@ class Bench:
 
     async def context(self, decode: dict[int, float], prompt: int, steps: int, repeat: int) -> float:
         """Measure the seconds that a token of context adds to a step, per sequence."""
-        batch = max(each for each in decode if each <= LONG_BATCH)
+        batch = max(size for size in decode if size <= LONG_BATCH)
         long = await self.decode_step(batch, steps, repeat, prompt)
         return max(0.0, (long.seconds - decode[batch]) / (batch * (prompt - PROMPT)))
 
@@ -184,7 +187,8 @@ async def run(args: argparse.Namespace) -> None:
     engine = EngineClient(config, "", RankPlacement(devices), launch_engine(len(devices)), kv_events=args.kv_events)
     publisher = None
     if args.kv_events:
-        options, layout = KVEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"), config.kv_layout
+        options = KVEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+        layout = config.kv_layout
         publisher = KVEventPublisher(options, group_kinds(layout, config.model.state is not None), layout.block_size)
         publisher.start()
         engine.on_batch = partial(publish, publisher)
@@ -196,7 +200,8 @@ async def run(args: argparse.Namespace) -> None:
         )
         bench = Bench(engine, config.model.vocab_size)
         await bench.run(1, 32, 8)
-        decode, prefill = dict[int, float](), dict[int, float]()
+        decode = dict[int, float]()
+        prefill = dict[int, float]()
         for batch in args.batches:
             step = await bench.decode_step(batch, args.steps, args.repeat)
             decode[batch] = step.seconds
@@ -221,7 +226,7 @@ async def run(args: argparse.Namespace) -> None:
             print(json.dumps({"kv_event_batches": publisher.num_batches}), flush=True)
 
 
-def publish(publisher: KVEventPublisher, batch: Batch) -> None:
+def publish(publisher: KVEventPublisher, batch: EventBatch) -> None:
     for changes in batch.cache_changes:
         publisher.publish(changes)
 

@@ -86,7 +86,8 @@ def measure_router(num_nodes: int, blocks: int, rate: float, seconds: float) -> 
             began = time.perf_counter()
             with running_router(nodes, Path(directory)) as (router, url):
                 wait_for_all(url, num_nodes)
-                ready, starting = time.perf_counter() - began, cpu_of(router)
+                ready = time.perf_counter() - began
+                starting = cpu_of(router)
                 time.sleep(2.0)
                 per_report, size = idle_costs(router, nodes, seconds)
                 times, per_request = request_costs(router, nodes, url, rate, seconds, per_report)
@@ -119,9 +120,11 @@ def wait_for_all(url: str, num_nodes: int) -> None:
 
 def idle_costs(router: psutil.Process, nodes: ManyNodes, seconds: float) -> tuple[float, float]:
     """Return the router's CPU seconds per report, and the bytes of a report."""
-    (count, size), cpu = nodes.counts(), cpu_of(router)
+    count, size = nodes.counts()
+    cpu = cpu_of(router)
     time.sleep(seconds)
-    (count_after, size_after), cpu_after = nodes.counts(), cpu_of(router)
+    count_after, size_after = nodes.counts()
+    cpu_after = cpu_of(router)
     return (cpu_after - cpu) / (count_after - count), (size_after - size) / (count_after - count)
 
 
@@ -129,15 +132,18 @@ def request_costs(
     router: psutil.Process, nodes: ManyNodes, url: str, rate: float, seconds: float, per_report: float
 ) -> tuple[list[float], float]:
     """Return the seconds of each request, and the router's CPU seconds per request, reports excluded."""
-    (count, _), cpu = nodes.counts(), cpu_of(router)
+    count, _ = nodes.counts()
+    cpu = cpu_of(router)
     times = asyncio.run(send_requests(url, rate, seconds))
-    (count_after, _), cpu_after = nodes.counts(), cpu_of(router)
+    count_after, _ = nodes.counts()
+    cpu_after = cpu_of(router)
     return times, (cpu_after - cpu - (count_after - count) * per_report) / len(times)
 
 
 async def send_requests(url: str, rate: float, seconds: float) -> list[float]:
     """Send requests for one token at random times; return the seconds of each."""
-    rng, times = random.Random(3), list[float]()
+    rng = random.Random(3)
+    times = list[float]()
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
 
         async def one() -> None:
@@ -160,11 +166,13 @@ async def send_requests(url: str, rate: float, seconds: float) -> list[float]:
 
 def measure_choice(num_nodes: int, blocks: int) -> None:
     """Measure the choice for a prompt whose first half is cached on a quarter of the nodes."""
-    rng, tokens = random.Random(4), random.Random(5).choices(range(VOCABULARY), k=PROMPT)
+    rng = random.Random(4)
+    tokens = random.Random(5).choices(range(VOCABULARY), k=PROMPT)
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
     hashes = short_block_hashes(packed, BLOCK_SIZE, root_hash(""))
     before = psutil.Process().memory_info().rss
-    index, names = PrefixIndex(), {}
+    index = PrefixIndex()
+    names = {}
     for number in range(num_nodes):
         cached = index.open(0)
         cached.change([rng.getrandbits(64) for _ in range(blocks)], ())
@@ -186,8 +194,8 @@ def measure_choice(num_nodes: int, blocks: int) -> None:
         )
         for number, role in enumerate(roles)
     )
-    found = index.match(hashes, names)
-    request = PolicyRequest(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in found.items()})
+    matches = index.match(hashes, names)
+    request = PolicyRequest(PROMPT, {names[cached]: count * BLOCK_SIZE for cached, count in matches.items()})
     print_figures(
         nodes=num_nodes,
         hash_ms=1e3 * seconds_of(lambda: short_block_hashes(packed, BLOCK_SIZE, root_hash(""))),
@@ -214,9 +222,9 @@ def measure_peers(num_peers: int, seconds: float) -> None:
     nodes = ManyNodes(Behaviour(num_peers, 1.0, 0), 0)
     try:
         with Fleet() as fleet:
-            known = [word for address in nodes.addresses["prefill"] for word in ("--prefill", address)]
+            prefills = [word for address in nodes.addresses["prefill"] for word in ("--prefill", address)]
             began = time.perf_counter()
-            flags = ["--engine", "simulated", *known]
+            flags = ["--engine", "simulated", *prefills]
             decode = fleet.start_decode(EMBEDDED_MODEL, flags)
             fleet.wait_until(lambda: len(decode.describe().connected_peers) == num_peers, 120.0)
             ready = time.perf_counter() - began

@@ -40,15 +40,17 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
-    end, case, found = time.monotonic() + 60 * args.minutes, args.case or 0, Counter[str]()
+    end = time.monotonic() + 60 * args.minutes
+    case = args.case or 0
+    outcomes = Counter[str]()
     while case == args.case or (args.case is None and time.monotonic() < end):
         model, version, outcome = run(args, case)
-        found[f"{version} {outcome.partition(':')[0]}"] += 1
+        outcomes[f"{version} {outcome.partition(':')[0]}"] += 1
         if outcome != EQUAL or args.case is not None:
             print(f"--seed {args.seed} --case {case}, {version}: {outcome}\n    {model}", flush=True)
         case += 1
-    print(f"seed {args.seed}, {sum(found.values())} cases: {dict(sorted(found.items()))}")
-    return int(any("different" in name or "refused" in name for name in found))
+    print(f"seed {args.seed}, {sum(outcomes.values())} cases: {dict(sorted(outcomes.items()))}")
+    return int(any("different" in name or "refused" in name for name in outcomes))
 
 
 def parse_options() -> argparse.Namespace:

@@ -176,7 +176,8 @@ class World:
         if plan.pulls == "split":
             (directory / "split").touch()
         with ExitStack() as stack:
-            nodes, reference = stack.enter_context(Fleet()), stack.enter_context(Fleet())
+            nodes = stack.enter_context(Fleet())
+            reference = stack.enter_context(Fleet())
             reference.start_decode(model, [*COMMON, "--block-size", "16"], RUNNER_ENVIRONMENTS["V1"])
             reference.start_router(model)
             flags = [*plan.flags(plan.prefill, directory), "--lease-seconds", "3", "--drain-timeout", "0"]
@@ -217,13 +218,13 @@ class Findings:
     largest: float = 0.0  # difference of two log-probabilities of the same token
     failures: list[str] = field(default_factory=list)
 
-    def compare(self, way: str, body: Body, found: Answer, expected: Answer, tolerance: float) -> None:
+    def compare(self, way: str, body: Body, actual: Answer, expected: Answer, tolerance: float) -> None:
         self.counts[way] += 1
-        if found.matches(expected, tolerance):
-            errors = [choice.logprob_error(found.choices[index]) for index, choice in expected.choices.items()]
+        if actual.matches(expected, tolerance):
+            errors = [choice.logprob_error(actual.choices[index]) for index, choice in expected.choices.items()]
             self.largest = max(self.largest, *errors)
         else:
-            self.failures.append(f"{way}: {first_difference(found, expected)}\n    {json.dumps(body)}")
+            self.failures.append(f"{way}: {first_difference(actual, expected)}\n    {json.dumps(body)}")
             print(self.failures[-1], flush=True)
 
     def __str__(self) -> str:
@@ -307,17 +308,17 @@ class Round:
         """
         bodies = [self._draw_unread() for _ in range(self.args.unread)]
         salts = [str(self.rng.getrandbits(60)) for _ in bodies]
-        expected = [await send(alone, *each) for each in zip(bodies, salts, strict=True)]
+        expected = [await send(alone, *request) for request in zip(bodies, salts, strict=True)]
         async with self._client(self.world.nodes, [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]) as client:
-            sent = (send(client, *each, self._stops()) for each in zip(bodies, salts, strict=True))
+            sent = (send(client, *request, self._stops()) for request in zip(bodies, salts, strict=True))
             answers = await asyncio.gather(*sent)
-            for body, salt, answer, each in zip(bodies, salts, answers, expected, strict=True):
-                self._compare("not read", body, answer, each)
-                if isinstance(body["prompt"][0], int) and each.choices[0].finish_reason != REFUSED:
-                    turn = self._next_turn(body, each)
+            for body, salt, answer, reference in zip(bodies, salts, answers, expected, strict=True):
+                self._compare("not read", body, answer, reference)
+                if isinstance(body["prompt"][0], int) and reference.choices[0].finish_reason != REFUSED:
+                    turn = self._next_turn(body, reference)
                     alike = await send(alone, turn, salt)
-                    for found in await asyncio.gather(*(send(client, turn, salt) for _ in range(TURNS))):
-                        self._compare("next turn", turn, found, alike)
+                    for reply in await asyncio.gather(*(send(client, turn, salt) for _ in range(TURNS))):
+                        self._compare("next turn", turn, reply, alike)
 
     def _next_turn(self, body: Body, answer: Answer) -> Body:
         """Return a request that continues the first choice of an answer."""
@@ -371,9 +372,9 @@ class Round:
         self.findings.counts[f"{node.name.partition('-')[0]}: {kind}"] += 1
         self.findings.counts["migrations"] += int(self.world.router_metric("pdserve_migrations_total") - before)
 
-    def _compare(self, way: str, body: Body, found: Answer, expected: Answer) -> None:
+    def _compare(self, way: str, body: Body, actual: Answer, expected: Answer) -> None:
         tolerance = self.args.tolerance or TOLERANCES.get(self.plan.family, TOLERANCE)
-        self.findings.compare(way, body, found, expected, tolerance)
+        self.findings.compare(way, body, actual, expected, tolerance)
 
     def _draw(self) -> Body:
         return new_request(self.rng, self.plan.edges, LONGEST, self.args.max_tokens, self.plan.vocabulary)
@@ -392,17 +393,18 @@ class Round:
 def fuzz_fleet(number: int, args: argparse.Namespace, until: float) -> Findings:
     """Run rounds on one fleet until one finds a difference."""
     rng = random.Random(f"{args.seed}/{number}")
-    plan, findings = FleetPlan.draw(rng, args), Findings()
+    plan = FleetPlan.draw(rng, args)
+    findings = Findings()
     print(f"fleet {number}: {plan}", flush=True)
     with tempfile.TemporaryDirectory() as directory, World.start(plan, Path(directory), number) as world:
         for index in range(args.rounds):
-            each = Round(world, plan, random.Random(f"{args.seed}/{number}/{index}"), findings, args)
+            fuzz_round = Round(world, plan, random.Random(f"{args.seed}/{number}/{index}"), findings, args)
             try:
-                asyncio.run(each.run())
+                asyncio.run(fuzz_round.run())
             except AssertionError as exc:  # a node ended, holds blocks or serves no more
                 findings.failures.append(f"round {index}: {exc}")
                 print(f"{findings.failures[-1]}\n    while it computed some of:", flush=True)
-                print("\n".join(f"    {json.dumps(body)}" for body in each.bodies), flush=True)
+                print("\n".join(f"    {json.dumps(body)}" for body in fuzz_round.bodies), flush=True)
             print(f"  round {index}: {findings}", flush=True)
             if findings.failures or time.monotonic() > until:
                 break
@@ -435,11 +437,11 @@ def main() -> int:
     until = time.monotonic() + 60 * args.minutes
     total = Findings()
     for number in range(10**6) if args.fleet is None else [args.fleet]:
-        found = fuzz_fleet(number, args, until)
-        total.counts += found.counts
-        total.largest = max(total.largest, found.largest)
-        if found.failures:
-            print(f"--seed {args.seed} --fleet {number}: {len(found.failures)} differences")
+        findings = fuzz_fleet(number, args, until)
+        total.counts += findings.counts
+        total.largest = max(total.largest, findings.largest)
+        if findings.failures:
+            print(f"--seed {args.seed} --fleet {number}: {len(findings.failures)} differences")
             return 1
         if time.monotonic() > until:
             break

@@ -37,7 +37,7 @@ from cli.bench.http_load import PERCENTILES, ServerError, Trace, first_model, pe
 from cli.bench.requests import completion_body
 from pdserve.errors import ConfigError, shown
 from pdserve.flags.value_types import positive_int
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 LATE = 0.010  # seconds; a client whose p99 is later distorts the figures
 BUSY = 0.9  # CPU seconds per second of a client that cannot keep up
@@ -84,10 +84,10 @@ def is_good(trace: Trace, objectives: dict[str, float]) -> bool:
     """Return whether a request ended without error and within all objectives (ms)."""
     if trace.error:
         return False
-    found = {"ttft": trace.ttft, "tpot": 0.0, "gap": 0.0}
+    figures = {"ttft": trace.ttft, "tpot": 0.0, "gap": 0.0}
     if trace.gaps:
-        found |= {"tpot": _tpot(trace), "gap": max(trace.gaps)}
-    return all(1e3 * found[name] <= limit for name, limit in objectives.items())
+        figures |= {"tpot": _tpot(trace), "gap": max(trace.gaps)}
+    return all(1e3 * figures[name] <= limit for name, limit in objectives.items())
 
 
 def summarize(
@@ -108,7 +108,7 @@ def summarize(
         ttft_ms=percentiles(trace.ttft for trace in ended),
         tpot_ms=percentiles(_tpot(trace) for trace in ended if trace.gaps),
         gap_ms=percentiles(map(max, gaps)),
-        second_ms=percentiles(each[0] for each in gaps),
+        second_ms=percentiles(seconds[0] for seconds in gaps),
         e2el_ms=percentiles(trace.tokens[-1] - trace.start for trace in ended),
         late_ms=percentiles(trace.start - trace.due for trace in traces),
         client_cpu=round(cpu / seconds, 3),
@@ -138,7 +138,8 @@ async def measure(system: System, loads: Sequence[Load], args: argparse.Namespac
     for load in loads:
         gc.collect()
         gc.disable()  # no pauses between a token's arrival and its time
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         try:
             traces = await run_load(system, model, load, args.timeout)
         finally:
@@ -167,8 +168,8 @@ def progress(result: Result) -> str:
     return text + (f"\nWARNING: {result.warning}" if result.warning else "")
 
 
-def shares(found: dict[str, float], digits: int = 0) -> str:
-    return " / ".join(f"{found[f'p{p}']:.{digits}f}" for p in PERCENTILES) if found else "–"
+def shares(figures: dict[str, float], digits: int = 0) -> str:
+    return " / ".join(f"{figures[f'p{p}']:.{digits}f}" for p in PERCENTILES) if figures else "–"
 
 
 def table(results: Sequence[Result], names: Sequence[str]) -> str:
@@ -176,16 +177,16 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
     by_place = {(result.load, result.system): result for result in results}
     lines = [f"| requests/s | p50 / p90 / p99 | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
     for load in dict.fromkeys(result.load for result in results):
-        found = [by_place.get((load, name)) for name in names]
+        row_results = [by_place.get((load, name)) for name in names]
         rows = {
-            "TTFT, ms": [r and shares(r.ttft_ms) for r in found],
-            "per token, ms": [r and shares(r.tpot_ms, 1) for r in found],
-            "first to second token, ms": [r and shares(r.second_ms) for r in found],
-            "longest gap, ms": [r and shares(r.gap_ms) for r in found],
-            "output tokens/s": [r and f"{r.output_tokens_per_s:,.0f}" for r in found],
-            "within objectives": [r and f"{r.goodput:.1%}" for r in found],
-            "errors": [r and f"{r.errors} of {r.requests}" for r in found],
-            "sent late, p99 ms": [r and f"{r.late_ms['p99']:.1f}{' (!)' * bool(r.warning)}" for r in found],
+            "TTFT, ms": [r and shares(r.ttft_ms) for r in row_results],
+            "per token, ms": [r and shares(r.tpot_ms, 1) for r in row_results],
+            "first to second token, ms": [r and shares(r.second_ms) for r in row_results],
+            "longest gap, ms": [r and shares(r.gap_ms) for r in row_results],
+            "output tokens/s": [r and f"{r.output_tokens_per_s:,.0f}" for r in row_results],
+            "within objectives": [r and f"{r.goodput:.1%}" for r in row_results],
+            "errors": [r and f"{r.errors} of {r.requests}" for r in row_results],
+            "sent late, p99 ms": [r and f"{r.late_ms['p99']:.1f}{' (!)' * bool(r.warning)}" for r in row_results],
         }
         for row, (name, cells) in enumerate(rows.items()):
             lines.append(f"| {'' if row else load} | {name} | {' | '.join(cell or '' for cell in cells)} |")
@@ -194,16 +195,16 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
 
 def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
     """Parse KEY:MS words as ``vllm bench serve --goodput`` does. Raises ConfigError."""
-    found = {}
+    objectives = {}
     for text in texts:
         name, _, limit = text.partition(":")
         try:
-            found[name] = float(limit)
+            objectives[name] = float(limit)
         except ValueError:
             name = ""
         if name not in OBJECTIVES:
             raise ConfigError(f"--goodput {shown(text)} is invalid; use {', '.join(f'{o}:MS' for o in OBJECTIVES)}")
-    return found
+    return objectives
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

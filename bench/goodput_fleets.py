@@ -37,7 +37,7 @@ from systems import System
 
 from cli.bench.http_load import ServerError
 from pdserve.errors import ConfigError, shown
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 LOCAL = "127.0.0.1"
 STOP_SECONDS = 10.0  # from the stop signal to a process until its group is killed
@@ -120,7 +120,8 @@ def nodes_ready(url: str) -> int:
 def start(fleet: str, processes: Processes, args: argparse.Namespace, port: str) -> Callable[[], bool]:
     """Start the processes of a fleet; return whether all are ready, as a function."""
     if match := NODES.fullmatch(fleet):
-        prefill, decode = int(match[1] or 0), int(match[2])
+        prefill = int(match[1] or 0)
+        decode = int(match[2])
         start_nodes(processes, args, prefill, decode, port)
         return lambda: nodes_ready(f"http://{LOCAL}:{port}") == prefill + decode
     flags = [*shlex.split(args.node_flags), *shlex.split(fleet)[1:]]
@@ -133,7 +134,8 @@ def running(fleet: str, args: argparse.Namespace) -> Iterator[System]:
     """Start a fleet and wait until every node is ready. Raises FleetError."""
     (port,) = free_ports(1)
     with Processes(fleet, args.out) as processes:
-        is_ready, end = start(fleet, processes, args, port), time.monotonic() + args.start_timeout
+        is_ready = start(fleet, processes, args, port)
+        end = time.monotonic() + args.start_timeout
         while not is_ready():
             processes.check()
             if time.monotonic() > end:
@@ -151,7 +153,8 @@ def measure_all(args: argparse.Namespace, results: list[Result]) -> int:
         if not NODES.fullmatch(fleet) and fleet.partition(" ")[0] != "up":
             raise ConfigError(f"--fleets {shown(fleet)} is invalid; use 1p1d, 2d or 'up FLAGS'")
     given = {text: System.of(text) for text in args.system}
-    loads, end = make_loads(args), time.monotonic() + args.time_limit
+    loads = make_loads(args)
+    end = time.monotonic() + args.time_limit
     failed = 0
     for name in [*args.system, *args.fleets]:
         try:

@@ -53,7 +53,7 @@ def summary(length: int, local: list[list[float]], handed_off: list[list[float]]
         "ttft_handoff_ms": round(with_handoff[0], 2),
         "second_ms": round(without[1], 2),
         "second_handoff_ms": round(with_handoff[1], 2),
-        "later_ms": [round(each, 2) for each in later],
+        "later_ms": [round(seconds, 2) for seconds in later],
         "cost_ms": round(max(later), 2),
         "cost_share": round(max(later) / without[0], 4),
     }

@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=EMBEDDED_MODEL, help="directory of the model's tokenizer")
     parser.add_argument("--wrong", action="store_true", help="print each wrong answer")
     args = parser.parse_args()
-    asked, right, handed_off = Counter[str](), Counter[str](), Counter[str]()
+    asked = Counter[str]()
+    right = Counter[str]()
+    handed_off = Counter[str]()
     with httpx.Client(base_url=args.url, timeout=120) as client:
         for case in cases(args.tokenizer):
             answer = client.post("/v1/chat/completions", json={"model": args.model, **case.body}).raise_for_status()

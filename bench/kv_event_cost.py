@@ -100,14 +100,16 @@ def measure(args: argparse.Namespace) -> None:
         )
         grammars = GrammarWorkers(config.model_dir, config.model, channel.wake)
         scheduler = make_scheduler(config, ranks, grammars, "")
-        block, num_turns = config.kv_layout.block_size, args.rounds * len(TURNS)
+        block = config.kv_layout.block_size
+        num_turns = args.rounds * len(TURNS)
         warmup = 3 * block
         engine = AlternatingEngine(scheduler, ranks, channel, config.parallel.pp, warmup, args.turn)
         engine.num_turns = num_turns
         output = (
             warmup + num_turns * args.turn + 4 * block
         )  # more than all turns need: prompts of several steps come first
-        sampling, rng = SamplingParams(max_tokens=output, ignore_eos=True), random.Random(0)
+        sampling = SamplingParams(max_tokens=output, ignore_eos=True)
+        rng = random.Random(0)
         if args.batch > config.options.max_num_seqs:
             raise ConfigError(
                 f"batch {args.batch} is larger than --max-num-seqs {config.options.max_num_seqs}; give a larger one"
@@ -143,8 +145,8 @@ def compare(turns: list[list[float]]) -> dict[str, Any]:
         for is_on, turn in zip(TURNS, turns[first : first + len(TURNS)], strict=True):
             of_round[is_on] += turn
         ratios.append(statistics.median(of_round[True]) / statistics.median(of_round[False]))
-        for is_on, found in of_round.items():
-            steps[is_on] += found
+        for is_on, seconds in of_round.items():
+            steps[is_on] += seconds
     low, ratio, high = statistics.quantiles(ratios, n=4)
     off, on = (round(1e3 * statistics.median(steps[is_on]), 4) for is_on in (False, True))
     return {"p50_off_ms": off, "p50_on_ms": on, "ratio": round(ratio, 4), "spread": [round(low, 4), round(high, 4)]}

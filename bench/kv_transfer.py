@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.records import KVRead, Peer
 
 
@@ -143,7 +143,8 @@ class CudaCache:
     def __init__(self, layout: KVLayout, index: int) -> None:
         import torch
 
-        self._torch, self._layout = torch, layout
+        self._torch = torch
+        self._layout = layout
         device = min(index, torch.cuda.device_count() - 1)
         self._blocks = self._source = self._allocate(device)
         self.region = KVRegion(self._blocks.data_ptr(), self._blocks.nbytes, "cuda", device)
@@ -172,7 +173,8 @@ class PinnedCache:
 
 
 CACHES: dict[str, type[HostCache] | type[CudaCache]] = {"cpu": HostCache, "cuda": CudaCache}
-SOURCE, READER = 0, 1  # GPU indexes
+SOURCE = 0  # index of a GPU
+READER = 1  # index of a GPU
 
 
 class Pair:
@@ -201,7 +203,9 @@ class Pair:
     def measure(self, num_blocks: int, run: int, repeat: int) -> tuple[Row, float]:
         """Return the row, and the slowest read in seconds."""
         rng = np.random.default_rng(0)
-        reads, copies, descriptors = [], [], 0
+        reads = []
+        copies = []
+        descriptors = 0
         for repetition in range(repeat + 1):
             local, remote = (scattered_runs(rng, self._layout.num_blocks, num_blocks, run) for _ in range(2))
             read = KVRead(repetition, self._peer.epoch, tuple(local.tolist()), tuple(remote.tolist()))
@@ -210,7 +214,7 @@ class Pair:
             start = time.perf_counter()
             self._cache.copy(local, remote, run)
             copies.append(time.perf_counter() - start)
-        reads, copies = reads[1:], copies[1:]  # the first of each is a warm-up
+        del reads[0], copies[0]  # a warm-up
         row = Row(
             self._layout.block_bytes, run, num_blocks, descriptors, statistics.median(reads), statistics.median(copies)
         )

@@ -45,8 +45,11 @@ from network import require_namespaces
 from traffic import check_recovered, nodes_ready
 
 CLIENTS = 4
-PROMPT, ANSWER = 1000, 60  # tokens
-PEERS, ROUTER = "D", "router"  # processes that detect a fault
+PROMPT = 1000  # tokens
+ANSWER = 60  # tokens
+# Processes that detect a fault.
+PEERS = "D"
+ROUTER = "router"
 LIMIT = 30.0  # seconds
 
 
@@ -64,7 +67,7 @@ def pods(cluster: Cluster, role: str, count: int | None = None) -> list[str]:
 
 def isolate(cluster: Cluster, role: str) -> None:
     (name,) = pods(cluster, role, 1)
-    cluster.network.partition([name], [each for each in cluster.network.names if each not in (name, "machine")])
+    cluster.network.partition([name], [pod for pod in cluster.network.names if pod not in (name, "machine")])
 
 
 def partition(source: str, target: str, count: int | None = None, both_ways: bool = True) -> Callable[[Cluster], None]:
@@ -104,7 +107,9 @@ class Clients:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        self.longest, self.answers, stopping = 0.0, 0, threading.Event()
+        self.longest = 0.0
+        self.answers = 0
+        stopping = threading.Event()
         thread = threading.Thread(target=lambda: asyncio.run(self._run(stopping)))
         thread.start()
         try:
@@ -159,7 +164,7 @@ def is_noticed(cluster: Cluster, fault: Fault) -> bool:
 
 def is_connected(cluster: Cluster) -> bool:
     peers = [decode.describe().connected_peers for decode in cluster.running_pods("decode")]
-    return sum(nodes_ready(cluster).values()) == 4 and all(len(each) == 2 for each in peers)
+    return sum(nodes_ready(cluster).values()) == 4 and all(len(connected) == 2 for connected in peers)
 
 
 def measure(cluster: Cluster, clients: Clients, fault: Fault) -> tuple[float, float, float]:
@@ -199,7 +204,7 @@ def main() -> int:
             for fault in FAULTS:
                 runs = [(*measure(cluster, clients, fault), clients.answers) for _ in range(args.times)]
                 worst = [max(run[index] for run in runs) for index in range(3)]
-                cells = [f"{worst[0]:.1f}" if fault.noticed_by else "–", *(f"{each:.1f}" for each in worst[1:])]
+                cells = [f"{worst[0]:.1f}" if fault.noticed_by else "–", *(f"{seconds:.1f}" for seconds in worst[1:])]
                 print(f"| {fault.name} | {' | '.join(cells)} | {sum(run[3] for run in runs)} |", flush=True)
     for failure in clients.failures[:5]:
         print(failure, file=sys.stderr)

@@ -31,7 +31,7 @@ def make_load(
 ) -> Load:
     ends = itertools.accumulate(gap / rate for gap in workload.gaps)
     outputs = (min(output, max_output) for output in workload.outputs)
-    return Load(rate, [Request(*each) for each in zip(ends, prompts, outputs, strict=True)], name or f"{rate:g}")
+    return Load(rate, [Request(*request) for request in zip(ends, prompts, outputs, strict=True)], name or f"{rate:g}")
 
 
 def random_load(

@@ -489,16 +489,15 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
 
 
 def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    config, placement = (
-        load_model_config(directory),
-        TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16),
-    )
+    config = load_model_config(directory)
+    placement = TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
     parallel = ParallelState(choose_parallel_config(config, pp=1, tp=1).position(0), detect_devices("cpu", 1)[0], "")
     model = decoder_class(config.architecture)(config, parallel, placement)
     quantization = json.loads((directory / "config.json").read_text()).get("quantization_config", {})
 
     def tensors_of(item: tuple[str, WeightShard]) -> dict[str, torch.Tensor]:
-        name, shape = item[0], item[1].full_shape
+        name = item[0]
+        shape = item[1].full_shape
         if quantization == _MXFP4 and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             return mxfp4_tensors(name, *shape)
         if quantization in (_FP8_BLOCKS, _FP8_CHANNELS) and name.endswith(_FP8_WEIGHTS):

@@ -61,7 +61,8 @@ class ManyNode(pb_grpc.NodeServicer, pb_grpc.DecodeNodeServicer, pb_grpc.Prefill
     """One node with a unique ``number``."""
 
     def __init__(self, role: str, number: int, behaviour: Behaviour, counters: Counters) -> None:
-        self._behaviour, self._counters = behaviour, counters
+        self._behaviour = behaviour
+        self._counters = counters
         self._rng = random.Random(number)
         self._description = pb.NodeDescription(
             node_id=f"{role}-{number}",
@@ -139,9 +140,9 @@ class ManyNodes:
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
-        found = [pair for pipe in self._pipes for pair in pipe.recv()]
+        ports = [pair for pipe in self._pipes for pair in pipe.recv()]
         self.addresses = {
-            role: [f"127.0.0.1:{port}" for of, port in found if of == role] for role in ("prefill", "decode")
+            role: [f"127.0.0.1:{port}" for of, port in ports if of == role] for role in ("prefill", "decode")
         }
 
     def counts(self) -> tuple[int, int]:
@@ -162,7 +163,9 @@ def _host(members: Sequence[tuple[int, str]], behaviour: Behaviour, pipe: Connec
 
 
 async def _serve(members: Sequence[tuple[int, str]], behaviour: Behaviour, pipe: Connection) -> None:
-    counters, servers, ports = Counters(), [], []
+    counters = Counters()
+    servers = []
+    ports = []
     for number, role in members:
         server = grpc.aio.server(options=rpc.server_options())
         node = ManyNode(role, number, behaviour, counters)

@@ -35,8 +35,10 @@ from fleet import MODEL_NAME, Fleet, NodeProcess, start_fleet
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
-FAULT_AT, TOKENS = 100, 200  # output tokens
-LONG_TOKENS, STOP_AFTER = 1200, 3.0  # output tokens; seconds
+FAULT_AT = 100  # output tokens
+TOKENS = 200  # output tokens
+LONG_TOKENS = 1200  # output tokens
+STOP_AFTER = 3.0  # seconds
 
 
 def new_body(seed: int, max_tokens: int) -> dict[str, Any]:
@@ -84,13 +86,13 @@ def stalls(fleet: Fleet, streams: int) -> str:
         ran = [node.status().running for node in fleet.decode]
         failed.stop("engine")
         free: list[float] = []
-        while not all(each.done() for each in running):
+        while not all(future.done() for future in running):
             status = other.status()
             if status.waiting:
                 free.append(status.free_blocks / status.total_blocks)
             time.sleep(0.05)
     failed.resume("engine")
-    gaps = [max(later - earlier for earlier, later in pairwise(each.result())) for each in running]
+    gaps = [max(later - earlier for earlier, later in pairwise(future.result())) for future in running]
     waited = f"{len(free) * 0.05:.0f} | {statistics.fmean(free):.0%}" if free else "0 |"
     return f"{ran[0]}, {ran[1]} | {statistics.median(gaps):.1f} | {max(gaps):.1f} | {waited}"
 

@@ -36,13 +36,14 @@ def running(flags: Sequence[str]) -> Iterator[tuple[dict[str, float], str, str]]
     started = time.perf_counter()
     with subprocess.Popen(command, pass_fds=[write], stderr=log) as process, os.fdopen(status) as lines:
         os.close(write)
-        address, phases = "", {"start": 0.0}
+        address = ""
+        phases = {"start": 0.0}
         try:
             for line in lines:
-                found = json.loads(line)
-                address = found.get("address", address)
-                phases.setdefault(found.get("stage", found["state"]), time.perf_counter() - started)
-                if found["state"] == "ready":
+                report = json.loads(line)
+                address = report.get("address", address)
+                phases.setdefault(report.get("stage", report["state"]), time.perf_counter() - started)
+                if report["state"] == "ready":
                     yield phases, address, os.pread(log, 1 << 20, 0).decode(errors="replace")
                     return
             raise SystemExit("the node has failed; start it alone to see why")
@@ -65,14 +66,14 @@ def main() -> None:
             ("disk", ("--load-from", "disk")),
             ("peer", ("--load-from", "peer", "--weight-peers", address)),
         ):
-            found = []
+            ready = []
             for _ in range(RUNS):
                 with running([*here, *source]) as (phases, _, log):
-                    found.append(phases["ready"])
+                    ready.append(phases["ready"])
                 lasted = zip(phases, pairwise(phases.values()), strict=False)
                 print(", ".join(f"{phase} {end - begin:.2f}" for phase, (begin, end) in lasted))
             print(
-                f"from the {name}: ready after {statistics.median(found):.2f} s ({sorted(round(x, 2) for x in found)})"
+                f"from the {name}: ready after {statistics.median(ready):.2f} s ({sorted(round(x, 2) for x in ready)})"
             )
             print("\n".join(line for line in log.splitlines() if "weights: " in line))
 

@@ -33,7 +33,8 @@ QUIET = 3.0  # seconds without prompts
 
 class Bench:
     def __init__(self, client: DecodeClient, args: argparse.Namespace) -> None:
-        self._client, self._args = client, args
+        self._client = client
+        self._args = args
         self._random = random.Random(args.seed)
 
     async def measure(self, cached: int, *, pull: bool) -> tuple[list[float], list[float]]:
@@ -55,7 +56,7 @@ class Bench:
     async def beside(self, work: Coroutine[Any, Any, None]) -> list[float]:
         """Return the gaps between tokens of the streams while ``work`` is done."""
         times: list[list[float]] = [[] for _ in range(self._args.streams)]
-        streams = [asyncio.create_task(self._stream(each)) for each in times]
+        streams = [asyncio.create_task(self._stream(stream_times)) for stream_times in times]
         await asyncio.sleep(SETTLE if streams else 0.0)
         start = time.perf_counter()
         await work
@@ -63,7 +64,7 @@ class Bench:
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
-        return [gap for each in times for gap in gaps_between(each, start, end)]
+        return [gap for stream_times in times for gap in gaps_between(stream_times, start, end)]
 
     async def _first_token(self, prompt: list[int], prefix_tokens: int) -> float:
         start = time.perf_counter()
@@ -92,7 +93,8 @@ async def run(args: argparse.Namespace) -> None:
             before = await client.counter("pdserve_leases_granted_total")
             pulled, beside_pulled = await bench.measure(cached, pull=True)
             pulls = int(await client.counter("pdserve_leases_granted_total") - before)
-            without, with_pull = statistics.median(computed), statistics.median(pulled)
+            without = statistics.median(computed)
+            with_pull = statistics.median(pulled)
             figures: dict[str, object] = {
                 "cached": cached,
                 "new": args.new,
@@ -108,13 +110,15 @@ async def run(args: argparse.Namespace) -> None:
 
 def percentiles(gaps: list[float]) -> list[float]:
     """Return p50, p99 and the maximum of gaps in seconds, in ms."""
-    return [round(1e3 * each, 2) for each in np.percentile(np.array(gaps), [50, 99, 100])]
+    return [round(1e3 * gap, 2) for gap in np.percentile(np.array(gaps), [50, 99, 100])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--decode", required=True, metavar="ADDR")
-    parser.add_argument("--cached", default=[4000, 19000], type=lambda text: [int(each) for each in text.split(",")])
+    parser.add_argument(
+        "--cached", default=[4000, 19000], type=lambda text: [int(length) for length in text.split(",")]
+    )
     parser.add_argument("--new", type=int, default=1000, help="tokens behind the cached ones (default 1000)")
     parser.add_argument("--tokens", type=int, default=4, help="output tokens")
     parser.add_argument("--repeat", type=int, default=7, help="prompts of each kind and length")

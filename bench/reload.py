@@ -44,7 +44,7 @@ def write_patch(path: Path, model_dir: Path, share: float) -> int:
     for name, tensor in tensors.items():
         if tensor.dtype in STORED_DTYPES:
             entries[f"{name}.indices"], entries[f"{name}.values"] = _new_values(tensor, share)
-    digests = {key: xxhash.xxh3_128_hexdigest(each.view(torch.uint8).numpy().data) for key, each in entries.items()}
+    digests = {key: xxhash.xxh3_128_hexdigest(tensor.view(torch.uint8).numpy().data) for key, tensor in entries.items()}
     save_file(entries, path, digests)
     return path.stat().st_size
 

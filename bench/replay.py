@@ -77,11 +77,13 @@ def coding_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest
     rng = random.Random(seed)
     ids = iter(range(1 << 40))
     systems = [[next(ids) for _ in range(16)] for _ in range(4)]  # 8,192 tokens of instructions and tools
-    turns, requests = 33, list[TraceRequest]()
+    turns = 33
+    requests = list[TraceRequest]()
     start = -turns * 10.0
     while start * rate < num_requests:
         start += rng.expovariate(rate / turns)
-        history, at = list(rng.choice(systems)), start
+        history = list(rng.choice(systems))
+        at = start
         for _ in range(turns):
             history += [next(ids) for _ in range(max(1, round(rng.lognormvariate(1.1, 0.8))))]  # a tool's result
             output = max(8, min(4000, round(rng.lognormvariate(5.45, 0.9))))
@@ -100,7 +102,9 @@ def chat_trace(num_requests: int, rate: float, seed: int) -> list[TraceRequest]:
     ids = iter(range(1 << 40))
     systems = [[next(ids) for _ in range(rng.randint(1, 6))] for _ in range(20)]
     weights = [1 / rank for rank in range(1, len(systems) + 1)]
-    mean_messages, requests, start = 4.0, list[TraceRequest](), 0.0
+    mean_messages = 4.0
+    requests = list[TraceRequest]()
+    start = 0.0
     while len(requests) < 2 * num_requests:  # twice as many, because the last sessions are cut off below
         start += rng.expovariate(rate / mean_messages)
         history = list(rng.choices(systems, weights)[0])
@@ -134,7 +138,8 @@ def running_fleet(args: argparse.Namespace, policy: str, host_tokens: int) -> It
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         token_bytes = make_long_model(model)
-        costs, times = SimulatedCosts(), args.shrink
+        costs = SimulatedCosts()
+        times = args.shrink
         sim = f"prompt-token={costs.prompt_token * times},read-token={costs.read_token * times}"
         sim += f",host-token={costs.host_token * times}"
         sim += f",prompt-context={costs.prompt_context * times**2},decode-context={costs.decode_context * times}"
@@ -160,8 +165,8 @@ def running_fleet(args: argparse.Namespace, policy: str, host_tokens: int) -> It
 async def replay(url: str, trace: Sequence[TraceRequest], shrink: int, speed: float) -> Results:
     endpoint = Endpoint.of(url)
     requests = [
-        Request(each.at / speed, trace_prompt(each, VOCABULARY, shrink), max(1, each.output_length // shrink))
-        for each in trace
+        Request(request.at / speed, trace_prompt(request, VOCABULARY, shrink), max(1, request.output_length // shrink))
+        for request in trace
     ]
 
     async def send(number: int, trace: Trace) -> None:

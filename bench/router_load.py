@@ -85,7 +85,8 @@ def run_clients(port: int, connections: int, tokens: int, streamed: bool, second
     """Run clients in this process and send the numbers of tokens and answers in the window over ``pipe``."""
 
     async def load() -> tuple[int, int]:
-        counter, loop = Counter(streamed), asyncio.get_running_loop()
+        counter = Counter(streamed)
+        loop = asyncio.get_running_loop()
         request = http_request(tokens, streamed)
         for _ in range(connections):
             await loop.create_connection(lambda: Stream(request, counter.take), "127.0.0.1", port)
@@ -129,7 +130,8 @@ class Bench:
     def throughput(self, name: str, connections: int, tokens: int, streamed: bool, seconds: float) -> None:
         load = Load(self._port, connections, tokens, streamed, seconds)
         time.sleep(WARM_UP * 1.5)
-        before, started = self._cpu(), time.perf_counter()
+        before = self._cpu()
+        started = time.perf_counter()
         num_tokens, answers = load.result()
         cpu = (self._cpu() - before) / (time.perf_counter() - started)
         self._print(
@@ -147,12 +149,14 @@ class Bench:
         """Probe the router and a node directly, with half the streams running."""
         load = Load(self._port, self._args.streams // 2, self._args.tokens, True, seconds + WARM_UP)
         time.sleep(WARM_UP * 2)
-        before, started = self._cpu(), time.perf_counter()
+        before = self._cpu()
+        started = time.perf_counter()
         routed, direct = asyncio.run(self._probe(seconds))
         cpu = (self._cpu() - before) / (time.perf_counter() - started)
         tokens, _ = load.result()
         for share in (50, 90, 99):
-            with_router, without = percentile(routed, share), percentile(direct, share)
+            with_router = percentile(routed, share)
+            without = percentile(direct, share)
             self._print(f"first p{share}", ms=with_router, direct_ms=without, added_ms=with_router - without)
         self._print("first load", tokens_per_s=tokens / (seconds + WARM_UP), probes=len(routed), cpu=cpu)
 
@@ -170,7 +174,8 @@ class Bench:
         """Return the times to the first token through the router and directly, in ms."""
         routed: list[float] = []
         direct: list[float] = []
-        end, tasks = time.perf_counter() + seconds, []
+        end = time.perf_counter() + seconds
+        tasks = []
         async with connect(random.choice(self._fleet.decode).address) as client:
 
             async def send_directly() -> None:

@@ -87,7 +87,8 @@ def run_nodes(num_nodes: int, num_streams: int, interval: float, pipe: Any) -> N
     """Run nodes with ``num_streams`` streams each; send their ports over ``pipe``."""
 
     async def serve() -> None:
-        servers, ports = [], []
+        servers = []
+        ports = []
         for index in range(num_nodes):
             servers.append(grpc.aio.server(options=rpc.server_options()))
             node = ReplayNode(f"replay{index}", num_streams, interval)
@@ -141,9 +142,11 @@ def measure(num_streams: int, num_nodes: int, num_tokens: int, interval: float, 
         async def clients() -> None:
             await asyncio.gather(*(read_stream(port, num_tokens, chat) for _ in range(num_streams)))
 
-        before, started = _cpu_seconds(process), time.perf_counter()
+        before = _cpu_seconds(process)
+        started = time.perf_counter()
         asyncio.run(clients())
-        after, seconds = _cpu_seconds(process), time.perf_counter() - started
+        after = _cpu_seconds(process)
+        seconds = time.perf_counter() - started
     finally:
         router.terminate()
         router.wait()

@@ -22,17 +22,19 @@ from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import NamedTuple
 
-from fleet_simulation import Simulation, no_moves, split
 from loads import add_load_flags, make_loads
-from simulated_node import H100, H200, Card, Delays, Job
 
 from cli.bench.http_load import percentiles
+from cli.plan.costs import load_costs
+from cli.virtual_fleet.cards import H100, Card, Delays
+from cli.virtual_fleet.fleet import Simulation, no_moves, split
+from cli.virtual_fleet.jobs import Job
 from pdserve.request_cost import ITL_OBJECTIVE, TTFT_OBJECTIVE
 from router.fleet.moves import moves
 from router.fleet.policy import prefix_aware, round_robin
 
 SHARES = ("p50", "p90", "p99")
-CARDS = {"h100": H100, "h200": H200}
+CARDS = {"h100": H100, "h200": load_costs("h200-llama-8b").card()}
 
 
 class Results(NamedTuple):
@@ -77,39 +79,42 @@ def run(fleet: str, nodes: int, jobs: list[Job], card: Card, delays: Delays) -> 
 
 def loads_of(args: argparse.Namespace) -> dict[str, list[list[Job]]]:
     """Return the jobs of each repetition by the name of the load."""
-    found: dict[str, list[list[Job]]] = {}
+    jobs_by_load: dict[str, list[list[Job]]] = {}
     for seed in range(args.seed, args.seed + args.repeat):
         args.seed = seed
         for load in make_loads(args) if not args.by_rate else []:
             jobs = [Job(request.at, len(request.prompt), request.num_tokens) for request in load.requests]
-            found.setdefault(load.name, []).append(jobs)
+            jobs_by_load.setdefault(load.name, []).append(jobs)
     for rate in args.rates if args.by_rate else []:
-        found[f"{rate:g}"] = [jobs_by_rate(rate, args.seconds)]
-    return found
+        jobs_by_load[f"{rate:g}"] = [jobs_by_rate(rate, args.seconds)]
+    return jobs_by_load
 
 
 def jobs_by_rate(rate: float, seconds: float) -> list[Job]:
-    rng, at, jobs = random.Random(int(rate * 100) + 7), 0.0, list[Job]()
+    rng = random.Random(int(rate * 100) + 7)
+    at = 0.0
+    jobs = list[Job]()
 
     def length(mean: float) -> int:
         return max(16, int(rng.lognormvariate(math.log(mean) - 0.32, 0.8)))
 
     while at < seconds:
         at += rng.expovariate(rate)
-        prompt, output = min(length(2000), 12_000), min(length(200), 1_000)
+        prompt = min(length(2000), 12_000)
+        output = min(length(200), 1_000)
         for _ in range(prompt):  # token ids
             rng.randrange(300, 100_000)
         jobs.append(Job(at, prompt, output))
     return jobs
 
 
-def row(name: str, fleet: str, found: Sequence[Results]) -> str:
+def row(name: str, fleet: str, results: Sequence[Results]) -> str:
     cells = [
-        " / ".join(f"{fmean(getattr(each, field)[share] for each in found):.3g}" for share in SHARES)
+        " / ".join(f"{fmean(getattr(result, field)[share] for result in results):.3g}" for share in SHARES)
         for field in ("ttft", "per_token", "second", "longest_gap")
     ]
-    rest = f"{fmean(each.tokens for each in found):,.0f}", f"{fmean(each.good for each in found):.0f} %"
-    last = f"{fmean(each.handoffs for each in found):.0f} %", f"{fmean(each.moves for each in found):.0f}"
+    rest = f"{fmean(result.tokens for result in results):,.0f}", f"{fmean(result.good for result in results):.0f} %"
+    last = f"{fmean(result.handoffs for result in results):.0f} %", f"{fmean(result.moves for result in results):.0f}"
     return f"| {name} | {fleet} | {' | '.join((*cells, *rest, *last))} |"
 
 

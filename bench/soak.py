@@ -152,10 +152,10 @@ class Traffic:
 
 def processes_of(fleet: Fleet) -> dict[str, psutil.Process]:
     assert fleet.router
-    found = {"router": psutil.Process(fleet.router.pid)}
+    processes = {"router": psutil.Process(fleet.router.pid)}
     for role, (node,) in {"prefill": fleet.prefill, "decode": fleet.decode}.items():
-        found |= {f"{role} {part}": node.processes(part)[0] for part in ("frontend", "engine")}
-    return found
+        processes |= {f"{role} {part}": node.processes(part)[0] for part in ("frontend", "engine")}
+    return processes
 
 
 def samples_of(processes: Mapping[str, psutil.Process], at: float) -> Iterator[Sample]:
@@ -189,7 +189,8 @@ async def soak(processes: Mapping[str, psutil.Process], traffic: Traffic, args: 
 
 
 def window(samples: Sequence[Sample], process: str, index: int, seconds: float) -> list[Sample]:
-    first, last = index * seconds / WINDOWS, (index + 1) * seconds / WINDOWS
+    first = index * seconds / WINDOWS
+    last = (index + 1) * seconds / WINDOWS
     return [sample for sample in samples if sample.process == process and first <= sample.at < last]
 
 
@@ -211,7 +212,7 @@ def report(samples: Sequence[Sample], processes: Sequence[str], args: argparse.N
 
 def write(samples: Sequence[Sample], path: Path) -> None:
     with path.open("w") as file:
-        table = csv.DictWriter(file, [each.name for each in fields(Sample)])
+        table = csv.DictWriter(file, [column.name for column in fields(Sample)])
         table.writeheader()
         table.writerows(map(asdict, samples))
 

@@ -31,7 +31,9 @@ from pdserve.checkpoint.weight_digests import checkpoint_digests, fold_digests
 RUNS = 7
 FIRST_START = "--first-start"
 COMPILE_SECONDS = 400.0
-COMPILED, NOT_COMPILED = "kernels were compiled in", "kernels could not be compiled"  # in the node's log
+# In the node's log.
+COMPILED = "kernels were compiled in"
+NOT_COMPILED = "kernels could not be compiled"
 
 
 @contextmanager
@@ -64,7 +66,8 @@ def ready_seconds(flags: Sequence[str]) -> float:
 def first_starts(flags: Sequence[str]) -> None:
     """Print the seconds of starts with empty caches of kernels, and of the start after the first one."""
     with tempfile.TemporaryDirectory(prefix="pdserve-kernels-") as folder:
-        log, environ = Path(folder, "log"), empty_caches(Path(folder, "first"))
+        log = Path(folder, "log")
+        environ = empty_caches(Path(folder, "first"))
         with ready_node(flags, log, environ) as seconds:
             print(f"first start: ready after {seconds:.1f} s", flush=True)
             print(wait_compiled(log), flush=True)
@@ -102,14 +105,15 @@ def main() -> None:
         started = time.perf_counter()
         groups = fold_digests(checkpoint_digests(Path(flags[0])).tensors)
         alone = time.perf_counter() - started
-    computed, cached = list[float](), list[float]()
+    computed = list[float]()
+    cached = list[float]()
     for _ in range(RUNS):
         cache.unlink(missing_ok=True)
         computed.append(ready_seconds(flags))
         cached.append(ready_seconds(flags))
     for name, seconds in (("computed", computed), ("cached", cached)):
-        found = ", ".join(f"{each:.2f}" for each in sorted(seconds))
-        print(f"digests {name}: ready after {statistics.median(seconds):.2f} s ({found})")
+        sorted_seconds = ", ".join(f"{value:.2f}" for value in sorted(seconds))
+        print(f"digests {name}: ready after {statistics.median(seconds):.2f} s ({sorted_seconds})")
     print(f"{len(groups)} tensor groups; digests alone: {alone:.2f} s")
 
 

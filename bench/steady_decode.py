@@ -42,7 +42,7 @@ class Load:
     async def measure(self, clients: int, prefill_node: str) -> dict[str, float]:
         """Run once; return percentiles of the gaps in ms, and the number and times of the prompts meanwhile."""
         times: list[list[float]] = [[] for _ in range(self._args.streams)]
-        streams = [asyncio.create_task(self._stream(each)) for each in times]
+        streams = [asyncio.create_task(self._stream(stream_times)) for stream_times in times]
         await asyncio.sleep(SETTLE)
         start = time.perf_counter()
         end = start + self._args.seconds
@@ -51,9 +51,9 @@ class Load:
         for stream in streams:
             stream.cancel()
         ended = await asyncio.gather(*streams, return_exceptions=True)
-        if not all(isinstance(each, asyncio.CancelledError) for each in ended):
+        if not all(isinstance(ending, asyncio.CancelledError) for ending in ended):
             raise RuntimeError(f"a stream ended before --seconds had passed; raise --tokens ({ended[0]})")
-        gaps = [gap for each in times for gap in gaps_between(each, start, end)]
+        gaps = [gap for stream_times in times for gap in gaps_between(stream_times, start, end)]
         p50, p99, largest = np.percentile(np.array(gaps) * 1e3, [50, 99, 100])
         figures = {"p50_ms": round(p50, 2), "p99_ms": round(p99, 2), "max_ms": round(largest, 2), "gaps": len(gaps)}
         return figures | ({"prompts": len(prompts), "prompt_ms": median_ms(prompts)} if prompts else {})
@@ -64,8 +64,8 @@ class Load:
 
     async def _all_prompts(self, clients: int, end: float, prefill_node: str) -> list[float]:
         """Send prompts until ``end``; return the seconds to each first token."""
-        found = await asyncio.gather(*(self._send_prompts(end, prefill_node) for _ in range(clients)))
-        return [seconds for each in found for seconds in each]
+        times_of_clients = await asyncio.gather(*(self._send_prompts(end, prefill_node) for _ in range(clients)))
+        return [seconds for client_times in times_of_clients for seconds in client_times]
 
     async def _stream(self, times: list[float]) -> None:
         await self._client.token_times(self._prompt(STREAM_PROMPT), self._args.tokens, times=times)

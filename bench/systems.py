@@ -34,7 +34,8 @@ class System(NamedTuple):
 
     async def complete(self, number: int, body: bytes, num_tokens: int, trace: Trace, timeout: float) -> None:
         """Send a request to the endpoint whose turn it is, or through vLLM's P and D, and fill in its trace."""
-        endpoint, headers = self.endpoints[number % len(self.endpoints)], None
+        endpoint = self.endpoints[number % len(self.endpoints)]
+        headers = None
         if self.is_vllm_pd:
             prefill, endpoint = self.endpoints
             headers = {"X-Request-Id": str(uuid.uuid4())}  # the connector wants the same one on both sides

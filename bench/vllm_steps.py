@@ -34,7 +34,9 @@ class Mark(NamedTuple):
 
 class Bench:
     def __init__(self, engine: Any, vocab_size: int) -> None:
-        self._engine, self._vocab_size, self._number = engine, vocab_size, 0
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._number = 0
 
     def run(self, batch: int, prompt: int, output: int) -> tuple[float, list[Mark]]:
         """Return the seconds of a run, and the marks after steps in which all requests decode."""
@@ -48,11 +50,13 @@ class Bench:
         for token_ids in prompts:
             self._number += 1
             self._engine.add_request(str(self._number), {"prompt_token_ids": token_ids}, sampling)
-        num_tokens, marks, is_ending = dict[str, int](), list[Mark](), False
+        num_tokens = dict[str, int]()
+        marks = list[Mark]()
+        is_ending = False
         while self._engine.has_unfinished_requests():
             outputs = self._engine.step()
-            num_tokens |= {each.request_id: len(each.outputs[0].token_ids) for each in outputs}
-            is_ending = is_ending or any(each.finished for each in outputs)
+            num_tokens |= {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
+            is_ending = is_ending or any(output.finished for output in outputs)
             if outputs and len(num_tokens) == batch and not is_ending:
                 marks.append(Mark(time.perf_counter(), sum(num_tokens.values())))
         return time.perf_counter() - start, marks

@@ -10,7 +10,7 @@ import shtab
 from cli.commands import COMMANDS, parser_of
 from cli.main import make_parser as make_pdserve_parser
 from pdserve.flags.parser import CommandParser
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 SHELLS = ("bash", "zsh", "fish")
 _COMPLETE = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "MODEL": shtab.DIRECTORY}  # by metavar

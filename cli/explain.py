@@ -13,17 +13,17 @@ import msgspec
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.checkpoint.hub_headers import resolve_headers
 from pdserve.config.device import node_devices
+from pdserve.config.memory_fit import check_memory, dtype_in_memory
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
 from pdserve.config.resolve import resolve
-from pdserve.config.room import check_memory, dtype_in_memory
 from pdserve.config.tensor_check import checked_tensors
 from pdserve.errors import CapacityError
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.host.process import run_command
 from pdserve.model.generation_defaults import load_generation_defaults
-from pdserve.process import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def explain(args: argparse.Namespace) -> int:
         more = {"tensors": tensors.number, "flags": flags, "warnings": warnings}
         print(json.dumps(describe(config) | more, indent=2))
     else:
-        set_by = [f"set: {flag} = {each['value']}, by {each['source']}" for flag, each in flags.items()]
+        set_by = [f"set: {flag} = {setting['value']}, by {setting['source']}" for flag, setting in flags.items()]
         print("\n".join([as_text(config), f"checked: {tensors}", *set_by, *(f"warning: {text}" for text in warnings)]))
     return 0
 
@@ -138,7 +138,8 @@ def as_text(config: NodeConfig) -> str:
 
 def longest_sequence_bytes(config: NodeConfig) -> dict[str, int]:
     """Return the bytes of rank 0's KV that the longest sequence holds while it decodes, and without windows."""
-    layout, num_layers = config.kv_layout, config.share.num_layers
+    layout = config.kv_layout
+    num_layers = config.share.num_layers
     blocks = layout.blocks_for(config.max_model_len)
     every = -(-config.max_model_len // layout.block_size) * (layout.block_bytes // layout.num_layers) * num_layers
     return {"with_windows": blocks * layout.block_bytes, "without_windows": every}
@@ -146,7 +147,8 @@ def longest_sequence_bytes(config: NodeConfig) -> dict[str, int]:
 
 def _legend(config: NodeConfig) -> str:
     """Describe each dimension of the KV layout."""
-    page, latent = config.kv_layout.kernel_block_size, config.model.latent
+    page = config.kv_layout.kernel_block_size
+    latent = config.model.latent
     if latent is None:
         return f"[pages, KV heads, layers, K/V, {page} tokens of a page, head size]"
     row = f"latent of {latent.kv_lora_rank} and rotated key of {latent.qk_rope_head_dim}"
@@ -154,7 +156,8 @@ def _legend(config: NodeConfig) -> str:
 
 
 def _window_rows(config: NodeConfig) -> list[tuple[str, str]]:
-    groups, held = config.kv_layout.groups, longest_sequence_bytes(config)
+    groups = config.kv_layout.groups
+    held = longest_sequence_bytes(config)
     if not groups.has_windows:
         return []
     sizes = [held[name] / 2**20 for name in ("with_windows", "without_windows")]
@@ -183,11 +186,12 @@ def _state_rows(config: NodeConfig) -> list[tuple[str, str]]:
 
 def _draft_rows(config: NodeConfig) -> list[tuple[str, str]]:
     """Describe the memory of the draft layer or draft head on a rank of the last stage."""
-    model, last = config.model, config.parallel.position(config.parallel.num_ranks - 1)
+    model = config.model
+    last = config.parallel.position(config.parallel.num_ranks - 1)
     if not model.num_draft_layers:
         return []
     without = msgspec.structs.replace(model, num_draft_layers=0)
-    weights, others = (weight_bytes(each, last, config.dtype) for each in (model, without))
+    weights, others = (weight_bytes(shape, last, config.dtype) for shape in (model, without))
     per_token = shard_of(model, last).kv_cache_spec(config.kv_layout.dtype).page_bytes(1)
     size = f"{(weights - others) / 2**20:.0f} MiB of these weights, {per_token} bytes of KV per token"
     if model.draft_head is None:
@@ -228,11 +232,14 @@ def _local_experts(config: NodeConfig) -> list[int] | None:
 
 
 def _expert_rows(config: NodeConfig) -> list[tuple[str, str]]:
-    model, position, moe = config.model, config.position, config.model.moe
+    model = config.model
+    position = config.position
+    moe = config.model.moe
     if moe is None:
         return []
     shared = " and shared experts" if moe.shared_intermediate_size else ""
-    used, held = active_parameters(model, position) / 1e6, num_parameters(model, position) / 1e6
+    used = active_parameters(model, position) / 1e6
+    held = num_parameters(model, position) / 1e6
     return [
         ("experts", f"{moe.num_experts} in each of {model.num_layers - len(moe.dense_layers)} layers"),
         ("", f"a token uses {moe.top_k}{shared}: {used:.1f} M of {held:.1f} M parameters"),
@@ -244,7 +251,8 @@ def _rank_rows(config: NodeConfig) -> list[tuple[str, str]]:
     sizes = f"{parallel.pp} pipeline stages × {parallel.tp} tensor shards"
     rows = [("ranks", f"{parallel.num_ranks}: {sizes}; above is rank 0")]
     for rank in map(_describe_rank, _ranks(config)):
-        (layer, last_layer), (head, last_head) = rank["layers"], rank["kv_heads"]
+        layer, last_layer = rank["layers"]
+        head, last_head = rank["kv_heads"]
         rows.append(
             (
                 f"rank {rank['rank']}",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pdserve.flags.parser import CommandParser, command_parser
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 from router.gate.api_keys import NAME, key_entry, new_key
 
 

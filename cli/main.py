@@ -12,7 +12,7 @@ from pdserve import __version__
 from pdserve.errors import ConfigError
 from pdserve.flags.parser import CommandParser
 from pdserve.flags.sources import VARIABLE_PREFIX
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

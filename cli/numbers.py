@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from decimal import Decimal
 
 UNKNOWN = "–"
@@ -56,6 +58,12 @@ def percent(share: float | None) -> str:
     if share is None:
         return UNKNOWN
     return "<1 %" if 0 < share < 0.01 else f"{share * 100:.0f} %"
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the smallest value that ``percent`` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def _digits(value: float) -> str:

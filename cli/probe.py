@@ -21,7 +21,7 @@ from pdserve.errors import ConfigError, NodeError
 from pdserve.flags.declaration import add_flag
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.shared import GRPC_TLS
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.address import split_address
 from pdserve.rpc.errors import rpc_reason
@@ -80,7 +80,8 @@ def _router_health(address: str, service: str, timeout: float, tls: bool = False
     connection = http.client.HTTPConnection(host, port, timeout=timeout)
     if tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
         connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     try:
         connection.request("GET", _ROUTER_PATHS[service])

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from cli.commands import COMMANDS, parser_of
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.flags.sources import VARIABLE_PREFIX, variables_of
+from pdserve.host.process import say
 from pdserve.logs import warn_early
-from pdserve.process import say
 
 #: Variables that belong to no flag.
 WITHOUT_FLAG = frozenset({"PDSERVE_CONFIG", "PDSERVE_TRACEBACK", VARIABLE})
@@ -28,11 +28,11 @@ def unread_variables(parser: ArgumentParser, environ: Mapping[str, str] = os.env
 
     Most environments have only variables of this ``parser``; other commands are imported only if there are more.
     """
-    known = WITHOUT_FLAG | variables_of(parser)
-    if not _others(environ, known):
+    read = WITHOUT_FLAG | variables_of(parser)
+    if not _others(environ, read):
         return {}
-    known = known.union(*(variables_of(parser_of(name)) for name in COMMANDS))
-    return {name: next(iter(difflib.get_close_matches(name, known, n=1)), "") for name in _others(environ, known)}
+    read = read.union(*(variables_of(parser_of(name)) for name in COMMANDS))
+    return {name: next(iter(difflib.get_close_matches(name, read, n=1)), "") for name in _others(environ, read)}
 
 
 def describe_unread(name: str, nearest: str) -> str:
@@ -50,12 +50,12 @@ def warn_of_unread_variables(command: str) -> None:
             say(f"pdserve {command}: warning: {describe_unread(name, nearest)}", level="WARNING")
 
 
-def _others(environ: Mapping[str, str], known: Collection[str]) -> list[str]:
+def _others(environ: Mapping[str, str], read: Collection[str]) -> list[str]:
     return sorted(
         name
         for name, value in environ.items()
         if name.startswith(VARIABLE_PREFIX)
-        and name not in known
+        and name not in read
         and not _SERVICE_LINK.fullmatch(name)
         and not _SERVICE_ADDRESS.match(value)
     )

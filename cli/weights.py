@@ -16,9 +16,9 @@ from pdserve.errors import ConfigError, NodeError
 from pdserve.flags.declaration import add_flag
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.shared import GRPC_TLS
+from pdserve.host.process import run_command
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.process import run_command
 from pdserve.rpc.address import split_address
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.errors import error_from_rpc
@@ -154,8 +154,8 @@ async def _check_speaks(address: str, plain: bool) -> None:
     except OSError:  # gRPC, which may take other routes, says more; TimeoutError is one, too
         return
     if answer == _HTTP1:
-        found = f"{address} is no node: it speaks HTTP/1.1, as routers do"
-        raise NodeError(f"{found}; give the addresses of nodes, which the router's /dashboard lists")
+        problem = f"{address} is no node: it speaks HTTP/1.1, as routers do"
+        raise NodeError(f"{problem}; give the addresses of nodes, which the router's /dashboard lists")
     if answer is not None and answer[: len(_TLS_ALERT)] in (_TLS_ALERT, b""):  # gRPC ends connections without TLS
         raise NodeError(f"{address} speaks TLS only; give --grpc-tls DIR, or check that the address is a node's")
 

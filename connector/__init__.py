@@ -19,8 +19,8 @@ import msgspec
 
 from connector.setup import BackEnd, ConnectorSetup
 from pdserve.errors import ConfigError
-from pdserve.host_copies import HostRoom
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.host_copies import HostRoom
+from pdserve.kv.layout import KVLayout, KVRegion
 from pdserve.protocols import DiskKV, HostMemory, KVConnector, WeightReader, WeightSource
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.weights.sharing import OfferedMemory, WeightPeer
@@ -39,18 +39,18 @@ def load(name: str) -> BackEnd:
     if not colon:
         raise ConfigError(f"--kv-connector {name!r} is not one of {', '.join(BACK_ENDS)}; name it, or module:Class")
     try:
-        found = getattr(import_module(module), attribute, None)
+        back_end = getattr(import_module(module), attribute, None)
     except Exception as exc:  # an operator's module may raise anything
         remedy = "install it, or put its folder into PYTHONPATH"
         problem = f"{type(exc).__name__}: {exc}"
         raise ConfigError(f"--kv-connector {name}: {module} cannot be imported: {problem}; {remedy}") from exc
-    if not isinstance(found, type):
+    if not isinstance(back_end, type):
         raise ConfigError(f"--kv-connector {name}: {module} has no class {attribute!r}; correct the name")
-    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    missing = [method for method in _METHODS if not callable(getattr(back_end, method, None))]
     if missing:
         remedy = "write the methods of pdserve.protocols.KVConnector"
         raise ConfigError(f"--kv-connector {name}: the class lacks {', '.join(missing)}; {remedy}")
-    return cast(BackEnd, found)
+    return cast(BackEnd, back_end)
 
 
 def build(name: str, setup: ConnectorSetup) -> KVConnector:

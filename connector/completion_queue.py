@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from pdserve.kv.transports import Connected
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, KVConnectorOutput, KVRead, ReadResult
-from pdserve.transports import Connected
 
 
 class CompletionQueue:
@@ -44,5 +44,7 @@ class CompletionQueue:
             if not (self._results or self._connected or self._failed):
                 return EMPTY_CONNECTOR_OUTPUT
             output = KVConnectorOutput(tuple(self._results), tuple(self._connected), tuple(self._failed))
-            self._results, self._connected, self._failed = [], [], []
+            self._results = []
+            self._connected = []
+            self._failed = []
             return output

@@ -12,10 +12,10 @@ from functools import partial
 
 from connector.completion_queue import CompletionQueue
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import KVLayout, KVRegion, KVShare
+from pdserve.kv.states import RankStates
+from pdserve.kv.transports import Connected
 from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV, ReadResult
-from pdserve.state import RankStates
-from pdserve.transports import Connected
 
 
 class SerialConnector(ABC):

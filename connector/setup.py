@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.config.simulated_costs import SimulatedCosts
-from pdserve.kv import KVShare
+from pdserve.kv.layout import KVShare
+from pdserve.kv.states import RankStates
 from pdserve.protocols import KVConnector
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
-from pdserve.state import RankStates
 
 
 class ConnectorSetup(msgspec.Struct, frozen=True):

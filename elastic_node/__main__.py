@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from elastic_node.elastic_flags import add_flags
-from node.command import NodeParts, NodeProgram
+from node.node_command import NodeParts, NodeProgram
 
 
 def _load() -> NodeParts:

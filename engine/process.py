@@ -43,10 +43,10 @@ from engine.tiers.build import build_tiers
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import EAGLE3, LOOKUP, MTP
 from pdserve.errors import PdserveError
+from pdserve.host.process import EXIT_FAILED, end_with_parent, log_failure
 from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
-from pdserve.process import EXIT_FAILED, end_with_parent, log_failure
 from runner.simulated import acceptance_rate
 
 _log = logging.getLogger(__name__)

@@ -29,13 +29,13 @@ class Request:
     urgent: bool = False  # on P: before the waiting requests of its client
     kv_layers: int = 0  # on P: layers with a KV cache that the peer has; 0: as here
 
-    # Written by Room and Loads.
+    # Written by Room and KVLoads.
     cached_tokens: int | None = None  # prompt tokens in the prefix cache at the first admission; None: not admitted
 
     # Written by ConnectedPeers.
     lacks_draft_kv: bool = False  # a peer without the layer that makes drafts has computed the prompt
 
-    # Written by LiveSequences and Loads.
+    # Written by LiveSequences and KVLoads.
     paused: bool = False  # its client does not read: no step includes it
     waits_since: float = 0.0  # scheduler clock
 

@@ -21,8 +21,8 @@ from engine.request import Request
 from engine.sequence_parts import BlockTable, Constraint, SequenceDrafts, SplitLoad
 from engine.sequence_state import SequenceState
 from pdserve.hashing import BlockHashes
+from pdserve.kv.states import NO_SLOT
 from pdserve.records import NewSequence, ScheduledSequence
-from pdserve.state import NO_SLOT
 
 
 @dataclass(slots=True, eq=False)

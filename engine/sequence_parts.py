@@ -17,7 +17,7 @@ ALL_TOKENS = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """Blocks with the KV of a sequence. With several KV cache groups, ``blocks`` is the list of kv_groups.py."""
+    """Blocks with the KV of a sequence. With several KV cache groups, ``blocks`` is the list of ``KVCacheGroups``."""
 
     blocks: list[int] = field(default_factory=list)
     ready: int = 0  # leading entries of ``blocks`` that the runner may be told

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdserve.state import NO_SLOT
+from pdserve.kv.states import NO_SLOT
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from node.drain import Drainable
 from node.engine_client import EngineClient
-from node.health import State
+from node.health import NodeState
 from node.served_streams import Violations
 from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
@@ -38,7 +38,7 @@ class NodeContext:
     tls: PeerTls | None  # credentials for calls to other nodes
     tracer: Tracer
     log_requests: bool
-    state: State = State.LOADING
+    state: NodeState = NodeState.LOADING
     violations: Violations = field(default_factory=Violations)
     weight_changes: dict[str, int] = field(default_factory=lambda: {"done": 0, "refused": 0, "failed": 0})
     compat_hash: str = ""  # empty until the digests of the weights are known
@@ -66,9 +66,9 @@ class NodeContext:
 
     def check_ready(self) -> None:
         """Raise NodeError, or Draining, unless this node accepts requests now."""
-        if self.state is State.DRAINING:
+        if self.state is NodeState.DRAINING:
             raise Draining(f"{self.name} is shutting down; send the request to another node")
-        if self.state is not State.READY:
+        if self.state is not NodeState.READY:
             raise NodeError(f"{self.name} is {self.state}; try again when it is ready")
 
 

@@ -17,10 +17,10 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineCrashed, EngineDied, PdserveError
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.ipc.messages import (
-    Batch,
     ChangeWeights,
     Configure,
     Crashed,
+    EventBatch,
     Failed,
     FromEngine,
     Heartbeat,
@@ -33,8 +33,8 @@ from pdserve.ipc.messages import (
     ToEngine,
     WeightsAnswer,
 )
+from pdserve.kv.transports import Connected
 from pdserve.records import RankKV
-from pdserve.transports import Connected
 from pdserve.weights.change import WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
@@ -75,10 +75,10 @@ class EngineClient:
         self.weights: tuple[RankWeights, ...] = ()  # offered to nodes that start
         self.has_weights = True
         self._suspects: frozenset[int] | None = None  # rids that may have caused the engine's end; None: unknown
-        self._unreported: list[Batch] = []
+        self._unreported: list[EventBatch] = []
         self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.on_batch: Callable[[Batch], None] = lambda batch: None  # load and cache; called after the other callbacks
+        self.on_batch: Callable[[EventBatch], None] = lambda batch: None  # called after the other callbacks
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
         self.on_read_checked: Callable[[ReadChecked], None] = lambda checked: None  # called for every checked read
         self.on_connected: Callable[[Connected], None] = lambda connection: None
@@ -200,7 +200,7 @@ class EngineClient:
 
     def _receive(self, message: FromEngine) -> None:
         match message:
-            case Batch():
+            case EventBatch():
                 self._on_batch(message)
             case Progress():
                 self.on_progress(message)
@@ -216,7 +216,7 @@ class EngineClient:
             case Failed(kind, text) if not self._started.done():
                 self._started.set_exception(named_error(kind, text))
 
-    def _on_batch(self, batch: Batch) -> None:
+    def _on_batch(self, batch: EventBatch) -> None:
         self.status = batch.status
         for read in batch.reads:
             self.on_read(read)

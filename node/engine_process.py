@@ -21,10 +21,10 @@ from typing import IO
 
 from node.launched_engine import LaunchedEngine
 from pdserve.errors import EngineDied
+from pdserve.host.process import describe_exit, killed_from_outside
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import FromEngine, Shutdown, ToEngine
 from pdserve.logs import chosen_format, message_of, relayed_line
-from pdserve.process import describe_exit, killed_from_outside
 
 _LAST_LINES = 20  # last lines of the engine's stderr, kept for the error when it exits
 _EXIT_GRACE = 2.0  # seconds between the end of the socket and SIGKILL

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 LIVE, LOADED = "live", "loaded"
 
 
-class State(StrEnum):
+class NodeState(StrEnum):
     LOADING = "loading"
     CONNECTING = "connecting"
     READY = "ready"
@@ -37,11 +37,11 @@ class Health:
         self._services = ("", *services)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    async def show(self, state: State) -> None:
-        await self._set(LIVE, state is not State.STUCK)
-        await self._set(LOADED, state is not State.LOADING)
+    async def show(self, state: NodeState) -> None:
+        await self._set(LIVE, state is not NodeState.STUCK)
+        await self._set(LOADED, state is not NodeState.LOADING)
         for name in self._services:
-            await self._set(name, state is State.READY)
+            await self._set(name, state is NodeState.READY)
 
     async def _set(self, name: str, serves: bool) -> None:
         kinds = health_pb2.HealthCheckResponse

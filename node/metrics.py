@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from node.context import NodeContext
-from node.health import State
+from node.health import NodeState
 from pdserve import __version__
 from pdserve.ipc.heartbeat_monitor import LivenessWatch
 from pdserve.ipc.messages import Counters, Heartbeat, Status
@@ -47,7 +47,7 @@ class NodeMetrics(Collector):
         metrics.read_gauge(
             "pdserve_node_state",
             "1 for the current state of the node.",
-            lambda: {(state.value,): float(state is node.state) for state in State},
+            lambda: {(state.value,): float(state is node.state) for state in NodeState},
             ["state"],
         )
         metrics.read_gauge(

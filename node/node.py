@@ -25,7 +25,7 @@ import grpc
 from node import request_checks
 from node.context import NodeContext, Role
 from node.drain import ShutdownSignals, drain
-from node.health import Health, State
+from node.health import Health, NodeState
 from node.metrics import NodeMetrics
 from node.reports import NodeReports
 from node.service import NODE_SERVICE, NodeService, add_node_service, describe
@@ -36,10 +36,10 @@ from pdserve.config.background_compile import compiling_beside
 from pdserve.config.config_with_weights import host_digests, with_host_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
+from pdserve.host.process import StatusWriter
 from pdserve.ipc.heartbeat_monitor import LivenessWatch
-from pdserve.ipc.messages import Batch, Ping, Progress
+from pdserve.ipc.messages import EventBatch, Ping, Progress
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.process import StatusWriter
 from pdserve.weights.change import ABORT, WeightChange
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Node:
 
     async def start_server(self) -> None:
         """Serve gRPC; the node reports that it is loading."""
-        await self._enter(State.LOADING)
+        await self._enter(NodeState.LOADING)
         await self._server.start()
 
     async def run(self, signals: ShutdownSignals, drain_timeout: float) -> None:
@@ -113,7 +113,7 @@ class Node:
     async def _run(self, signals: ShutdownSignals, drain_timeout: float) -> None:
         if not await self._unless(signals.stop, self._load()):
             return
-        await self._enter(State.READY)
+        await self._enter(NodeState.READY)
         self._engine.on_progress = lambda progress: None  # a node that wakes does not start
         layout = self._engine.kv_layout
         self._status.ready(layout.num_tokens)
@@ -123,14 +123,14 @@ class Node:
             _log.info("%s", self._describe_http())
         with compiling_beside(self._context.config):
             await self._unless(signals.stop, self._serve(drain_timeout))
-        await self._enter(State.DRAINING)
+        await self._enter(NodeState.DRAINING)
         _log.info("draining for %g s at most; a second signal ends this node at once", drain_timeout)
         if not await self._unless(signals.hurry, self._drain(drain_timeout, "the node shuts down")):
             self._drainable.hand_over(Draining("the node shuts down at once; send the request again"))
 
     async def _report_death(self, died: EngineDied) -> None:
         """Fail the dead engine's requests before their streams end, so that readers learn the suspects."""
-        await self._enter(State.DRAINING)
+        await self._enter(NodeState.DRAINING)
         self._engine.fail_all(died, self._context.name)
         self._role.drop_peers("the engine of this node has died")
         self._drainable.hand_over(Draining(f"{self._context.name}: {died}"))
@@ -141,11 +141,11 @@ class Node:
     async def close(self) -> None:
         """End the server, the role and the engine, within 3 seconds."""
         self._reports.end()
-        await self._server.stop(_STOP_GRACE if self._context.state is State.DRAINING else 0)
+        await self._server.stop(_STOP_GRACE if self._context.state is NodeState.DRAINING else 0)
         await self._role.close()
         await self._engine.shutdown()
 
-    async def _enter(self, state: State) -> None:
+    async def _enter(self, state: NodeState) -> None:
         """Change the state, and report it to routers and health checks."""
         self._context.state = state
         self._reports.wake()
@@ -154,7 +154,7 @@ class Node:
     def _on_progress(self, progress: Progress) -> None:
         self._status.loading(progress.stage, progress.fraction)
 
-    def _on_batch(self, batch: Batch) -> None:
+    def _on_batch(self, batch: EventBatch) -> None:
         self._reports.on_batch(batch)
         if self._kv_events is not None:
             for changes in batch.cache_changes:
@@ -172,7 +172,7 @@ class Node:
         config, _ = await asyncio.gather(starting, asyncio.to_thread(request_checks.prepare))
         self._context.set_config(config)
         _log.info("engine ready after %.1f s", time.monotonic() - started)
-        await self._enter(State.CONNECTING)
+        await self._enter(NodeState.CONNECTING)
         await self._role.connect()
 
     async def _start_engine(self, config: NodeConfig) -> NodeConfig:
@@ -204,7 +204,7 @@ class Node:
 
     async def _next_order(self) -> WeightOrder:
         """Watch the engine, if it runs, until an order comes."""
-        if self._context.state is State.ASLEEP:
+        if self._context.state is NodeState.ASLEEP:
             return await self._changes.next()
         watching = asyncio.create_task(self._watch_engine(), name="engine watch")
         ordered = asyncio.create_task(self._changes.next(), name="next change of weights")
@@ -223,13 +223,13 @@ class Node:
             return
         sleeps = order.action is Power.SLEEP
         reason = "the node goes to sleep" if sleeps else "the node changes its weights"
-        await self._enter(State.DRAINING)
+        await self._enter(NodeState.DRAINING)
         await self._drain(0.0 if order.when == ABORT else drain_timeout, reason)
         await (self._sleep(order) if sleeps else self._change_weights(order))
 
     async def _sleep(self, order: WeightOrder) -> None:
         """Drop the peers, then end the engine to free its memory."""
-        await self._enter(State.ASLEEP)
+        await self._enter(NodeState.ASLEEP)
         self._role.drop_peers("this node is asleep")
         await self._engine.sleep()
         self._begin_engine()
@@ -238,18 +238,18 @@ class Node:
 
     async def _wake(self, order: WeightOrder) -> None:
         """Start the engine again, and serve. Peers and routers see a node that has restarted."""
-        await self._enter(State.LOADING)
+        await self._enter(NodeState.LOADING)
         started = time.monotonic()
         try:
             config = await self._start_engine(order.config)
         except PdserveError as exc:
             await self._engine.sleep()
-            await self._enter(State.ASLEEP)
+            await self._enter(NodeState.ASLEEP)
             order.end(exc)
             return
         self._context.begin_epoch(config)
         self._drainable.reopen()
-        await self._enter(State.READY)
+        await self._enter(NodeState.READY)
         _log.info(
             "awake after %.1f s: epoch %s, %s", time.monotonic() - started, self._context.epoch, self._describe_cache()
         )
@@ -259,7 +259,7 @@ class Node:
         """Change the weights, and serve again. Peers and routers see a node that has restarted."""
         context, error = self._context, None
         assert isinstance(order.action, WeightChange)
-        await self._enter(State.LOADING)
+        await self._enter(NodeState.LOADING)
         self._role.drop_peers("this node changes its weights")
         started = time.monotonic()
         try:
@@ -273,7 +273,7 @@ class Node:
             self._role.drop_peers("this node has changed its weights")
             _log.info("weights changed in %.1f s: epoch %s", time.monotonic() - started, context.epoch)
         self._drainable.reopen()
-        await self._enter(State.READY if self._engine.has_weights else State.UNLOADED)
+        await self._enter(NodeState.READY if self._engine.has_weights else NodeState.UNLOADED)
         order.end(error)
 
     async def _watch_engine(self) -> None:
@@ -282,8 +282,8 @@ class Node:
         healthy = self._context.state
 
         async def on_change(trouble: str) -> None:
-            if healthy is not State.DRAINING:
-                await self._enter(State.STUCK if trouble else healthy)
+            if healthy is not NodeState.DRAINING:
+                await self._enter(NodeState.STUCK if trouble else healthy)
             if trouble:
                 _log.error("%s: requests are refused until the engine answers", trouble)
                 self._engine.refuse_all(NodeError(f"{self._context.name}: {trouble}"))

@@ -1,6 +1,6 @@
 """Reports of a node's description, load and cache changes to routers: the source of Node.Watch.
 
-    engine ──Batch──► NodeReports ─┬─► ReportSubscriber: changes since its last report ──► a router
+    engine ──EventBatch──► NodeReports ─┬─► ReportSubscriber: changes since its last report ──► a router
                                    └─► ReportSubscriber …
 
 A slow router delays no other: its unreported changes are merged, so they never outgrow the cache. Each report has the
@@ -19,7 +19,7 @@ from operator import xor
 
 from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.ipc.kv_events import KVEvents
-from pdserve.ipc.messages import Batch, Status
+from pdserve.ipc.messages import EventBatch, Status
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 from pdserve.rpc.protobuf import step_costs_to_pb
@@ -79,7 +79,7 @@ class _EngineReports:
         self.cached: dict[bytes, None] = {}  # block hashes, oldest first
         self.digest = CacheDigest()
 
-    def on_batch(self, batch: Batch) -> None:
+    def on_batch(self, batch: EventBatch) -> None:
         self.status = batch.status
         for block_hash in batch.cached:
             if block_hash not in self.cached:
@@ -100,7 +100,7 @@ class ReportSubscriber:
         self._changes = KVEvents[bytes]()
         self._changes.add(*cached)
 
-    def on_batch(self, batch: Batch) -> None:
+    def on_batch(self, batch: EventBatch) -> None:
         self._changes.add(*batch.cached)
         self._changes.remove(*batch.evicted)
         if batch.cached or batch.evicted or self._reported is None or _differ(self._reported, batch.status):
@@ -137,7 +137,7 @@ class NodeReports:
         self._subscribers: set[ReportSubscriber] = set()
         self._ended = False
 
-    def on_batch(self, batch: Batch) -> None:
+    def on_batch(self, batch: EventBatch) -> None:
         """Take in load and cache changes from the engine."""
         self._engine.on_batch(batch)
         for subscriber in self._subscribers:

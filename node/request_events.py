@@ -9,9 +9,9 @@ from typing import Protocol
 from pdserve import errors
 from pdserve.errors import EngineDied, PdserveError
 from pdserve.ipc.messages import (
-    Batch,
     DecodeAheadEnded,
     Drafted,
+    EventBatch,
     Fetched,
     LastChunk,
     Leased,
@@ -74,7 +74,7 @@ class RequestEvents:
             error = error_of(rid)
             handler.on_event(Refused(rid, type(error).__name__, str(error)))
 
-    def dispatch(self, batch: Batch) -> None:
+    def dispatch(self, batch: EventBatch) -> None:
         """Pass on the events of a step in their order: prompts, then tokens, then events that follow tokens."""
         self._dispatch(batch.fetched, batch.reserved, batch.refused, batch.reads, batch.checked)
         self._dispatch(batch.scored, batch.prefilled, batch.pooled, batch.drafted, batch.last_chunks)

@@ -33,14 +33,14 @@ class Violations:
         _log.warning("the stream of %s broke the protocol and was ended: %s", peer, error)
 
 
-class Batch(Protocol):
+class PeerMessage(Protocol):
     """A message to the peer."""
 
     draining: bool
 
 
 M = TypeVar("M")  # a message from the peer
-B = TypeVar("B", bound=Batch)
+B = TypeVar("B", bound=PeerMessage)
 
 
 class ServedStream(ABC, Generic[M, B]):

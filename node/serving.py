@@ -21,9 +21,9 @@ from pdserve.config.multi_host import LocalRanks
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
+from pdserve.host.process import StatusWriter
 from pdserve.ipc.messages import RankPlacement
 from pdserve.logs import set_process_fields
-from pdserve.process import StatusWriter
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.message_limits import request_limit
 from pdserve.rpc.tls import PeerTls

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pdserve.errors import ConfigError
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 #: Packages that are imported beside this one.
 PACKAGES = ("cli", "elastic_node", "prefill_node", "decode_node", "router", "node", "engine", "runner", "connector")
@@ -31,10 +31,12 @@ def _check_packages() -> int:
         spec = find_spec(name)
         if spec is None:
             raise ConfigError(f"the package {name} is missing in {_ROOT}; install pdserve again")
-        found = Path(spec.origin or next(iter(spec.submodule_search_locations or [name])))
-        found = found.parent if found.name == "__init__.py" else found
-        if found.resolve() != (_ROOT / name).resolve():
-            raise ConfigError(f"{found} shadows the package {name} of pdserve, {_ROOT / name}; {_remedy(found.parent)}")
+        location = Path(spec.origin or next(iter(spec.submodule_search_locations or [name])))
+        location = location.parent if location.name == "__init__.py" else location
+        if location.resolve() != (_ROOT / name).resolve():
+            raise ConfigError(
+                f"{location} shadows the package {name} of pdserve, {_ROOT / name}; {_remedy(location.parent)}"
+            )
     return 0
 
 

@@ -140,7 +140,7 @@ class FairQueue(Generic[ClientT, T]):
             elif other == priority:
                 requests = self._levels[other].requests
                 own = len(requests.get(client, ()))
-                ahead += own + sum(min(len(each), own + 1) for name, each in requests.items() if name != client)
+                ahead += own + sum(min(len(queue), own + 1) for name, queue in requests.items() if name != client)
         return ahead
 
     def to_reject(self, client: ClientT, priority: int) -> T | None:
@@ -168,8 +168,8 @@ class FairQueue(Generic[ClientT, T]):
         turns = (
             (self._rounds(client), client) for client in filter(eligible, chain(level.next_round, level.this_round))
         )
-        found = min(turns, key=itemgetter(0), default=None)  # the first of equals
-        return None if found is None else _Turn(level, found[1], found[0])
+        first = min(turns, key=itemgetter(0), default=None)  # the first of equals
+        return None if first is None else _Turn(level, first[1], first[0])
 
     def _rounds(self, client: ClientT) -> int:
         """Count the rounds, at least one, until the client has a positive balance."""
@@ -180,7 +180,8 @@ class FairQueue(Generic[ClientT, T]):
         level = turn.level
         if turn.rounds:
             level.next_round.extend(level.this_round)
-            level.this_round, level.next_round = level.next_round, deque()
+            level.this_round = level.next_round
+            level.next_round = deque()
             self._granted += turn.rounds * self._quantum
         while level.this_round[0] != turn.client:
             level.next_round.append(level.this_round.popleft())

@@ -130,8 +130,8 @@ class GrammarVocabulary:
         mask = bits[: TokenMask.num_bytes(self.vocab_size)]
         if self.tokenizer.vocab_size == self.vocab_size:
             return mask
-        known = int.from_bytes(mask, "little") & ((1 << self.vocab_size) - 1)
-        return known.to_bytes(len(mask), "little")
+        allowed = int.from_bytes(mask, "little") & ((1 << self.vocab_size) - 1)
+        return allowed.to_bytes(len(mask), "little")
 
 
 class Grammar:
@@ -172,8 +172,10 @@ class Grammar:
             raise self._too_slow(self._mask_seconds / self._num_masks)
 
     def _too_slow(self, seconds: float) -> RequestError:
-        found = f"the grammar takes {seconds * 1e3:.0f} ms of computation per token, the limit is {MAX_MASK * 1e3:g} ms"
-        return RequestError(f"{found}; shorten its literals, repetitions or regexes", "grammar")
+        problem = (
+            f"the grammar takes {seconds * 1e3:.0f} ms of computation per token, the limit is {MAX_MASK * 1e3:g} ms"
+        )
+        return RequestError(f"{problem}; shorten its literals, repetitions or regexes", "grammar")
 
 
 class Matcher:
@@ -198,7 +200,8 @@ class Matcher:
         added token, the mask allows this token, which the matcher does not accept for its text. The text's ordinary
         tokens replace it, and also a token without weights.
         """
-        vocabulary, bits = self._grammar.vocabulary, self._matcher.compute_bitmask()
+        vocabulary = self._grammar.vocabulary
+        bits = self._matcher.compute_bitmask()
         token_id = _only_token(bits)
         if token_id is None or (token_id < vocabulary.vocab_size and self._matcher.validate_tokens([token_id])):
             return vocabulary.mask_of(bits)

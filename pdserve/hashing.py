@@ -33,7 +33,8 @@ def hash_block_tokens(parent: bytes, token_ids: bytes | array[int]) -> bytes:
 def short_block_hashes(token_ids: bytes, block_size: int, root: bytes) -> list[int]:
     """Return the first 64 bits of the hash of every full block of a prompt (uint32). Takes 1 µs per block."""
     size = block_size * TOKEN_BYTES
-    block_hash, hashes = root, []
+    block_hash = root
+    hashes = []
     for end in range(size, len(token_ids) + 1, size):
         block_hash = hash_block_tokens(block_hash, token_ids[end - size : end])
         hashes.append(int.from_bytes(block_hash[:SHORT_HASH_BYTES], "little"))
@@ -71,6 +72,7 @@ class BlockHashes:
         return self._chain[index + 1], self._chain[index] if index else b""
 
     def _extend(self, token_ids: array[int], count: int) -> None:
-        chain, size = self._chain, self.block_size
+        chain = self._chain
+        size = self.block_size
         for index in range(len(chain) - 1, count):
             chain.append(hash_block_tokens(chain[-1], token_ids[index * size : (index + 1) * size]))

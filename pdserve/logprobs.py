@@ -22,14 +22,16 @@ class Logprobs(Protocol):
     def top_logprobs(self) -> Sequence[float]: ...
 
 
-def logprobs_fault(found: Logprobs, asked: int, vocab_size: int) -> str:
+def logprobs_fault(logprobs: Logprobs, asked: int, vocab_size: int) -> str:
     """Return the fault of an answer to a request for ``asked`` alternatives (-1: none); empty if correct."""
-    num_top = len(found.top_ids)
-    if num_top != len(found.top_logprobs) or num_top > max(asked, 0):
-        return f"{num_top} alternatives with {len(found.top_logprobs)} log-probabilities, where {asked} were asked for"
-    for logprob in (found.logprob, *found.top_logprobs):
+    num_top = len(logprobs.top_ids)
+    if num_top != len(logprobs.top_logprobs) or num_top > max(asked, 0):
+        return (
+            f"{num_top} alternatives with {len(logprobs.top_logprobs)} log-probabilities, where {asked} were asked for"
+        )
+    for logprob in (logprobs.logprob, *logprobs.top_logprobs):
         if not logprob <= MOST_LOGPROB:
             return f"a log-probability of {logprob}"
-    if num_top and (largest := max(found.top_ids)) >= vocab_size:
+    if num_top and (largest := max(logprobs.top_ids)) >= vocab_size:
         return f"a log-probability of token {largest}; the largest token id is {vocab_size - 1}"
     return ""

@@ -50,8 +50,8 @@ _process_fields: dict[str, str] = {}  # JSON fields of every line of this proces
 
 def chosen_format() -> str:
     """Return the log format of this process, which child processes inherit."""
-    found = os.environ.get(_FORMAT, "")
-    return found if found in FORMATS else FORMATS[0]
+    log_format = os.environ.get(_FORMAT, "")
+    return log_format if log_format in FORMATS else FORMATS[0]
 
 
 def choose_format(log_format: str) -> None:
@@ -73,7 +73,7 @@ def setup_logging(role: str, log_format: str, level: str = "", name: str = "") -
     if level:
         os.environ[_LEVEL] = level
     level = os.environ.get(_LEVEL, "INFO").upper()
-    known = level in logging.getLevelNamesMapping()
+    is_level = level in logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
     text_formatter = logging.Formatter(_TEXT.format(name=name or role), "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonFormatter() if log_format == "json" else text_formatter)
@@ -83,7 +83,7 @@ def setup_logging(role: str, log_format: str, level: str = "", name: str = "") -
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(number)
     faulthandler.register(signal.SIGUSR1, file=_STDERR)
-    if not known:
+    if not is_level:
         logging.warning("PDSERVE_LOG_LEVEL %r is not a log level; using INFO", level)
     for message in _early_warnings:
         logging.getLogger("pdserve").warning("%s", message)
@@ -112,7 +112,8 @@ class LimitedWarnings(logging.Filter):
         self._pass_at: dict[object, float] = {}  # time.monotonic() at which a text may pass again
 
     def filter(self, record: logging.LogRecord) -> bool:
-        text, now = record.msg, time.monotonic()
+        text = record.msg
+        now = time.monotonic()
         if record.levelno != logging.WARNING:
             return True
         if now < self._pass_at.get(text, -inf):
@@ -120,7 +121,8 @@ class LimitedWarnings(logging.Filter):
             return False
         if more := self._left_out.get(text):
             record.msg = f"{text}; {more} more such warnings since the last one"
-        self._left_out[text], self._pass_at[text] = 0, now + _LIMITED_SECONDS
+        self._left_out[text] = 0
+        self._pass_at[text] = now + _LIMITED_SECONDS
         return True
 
 
@@ -140,18 +142,18 @@ def json_line(level: str, logger: str, message: str, at: float | None, fields: d
 
 def relayed_line(line: str, fields: dict[str, object]) -> str:
     """Format a line of a child process as a JSON line. The child's own fields override ``fields``."""
-    found = _parse_json_line(line)
-    if found is None:  # a library of the child printed it
+    record = _parse_json_line(line)
+    if record is None:  # a library of the child printed it
         return json_line("INFO", "output", line.rstrip(), None, fields)
-    return _encoder.encode(_process_fields | fields | found).decode()
+    return _encoder.encode(_process_fields | fields | record).decode()
 
 
 def message_of(line: str) -> str:
     """Return the message of a log line, or any other line as it is."""
     if match := _TEXT_LINE.fullmatch(line):
         return match["message"].strip()
-    found = _parse_json_line(line)
-    return line.strip() if found is None else str(found["message"])
+    record = _parse_json_line(line)
+    return line.strip() if record is None else str(record["message"])
 
 
 def relayed_text(line: str, child: str) -> str:
@@ -173,10 +175,10 @@ def level_of(line: str) -> str:
 def _parse_json_line(line: str) -> dict[str, Any] | None:
     """Return None if the line is not a JSON log line."""
     try:
-        found = msgspec.json.decode(line) if line.startswith("{") else None
+        record = msgspec.json.decode(line) if line.startswith("{") else None
     except (msgspec.DecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) and "message" in found else None
+    return record if isinstance(record, dict) and "message" in record else None
 
 
 class _JsonFormatter(logging.Formatter):

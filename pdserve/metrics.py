@@ -37,7 +37,8 @@ class FastHistogram(Collector):
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float]) -> None:
         """``bounds`` are the inclusive upper bounds of the exported buckets, ascending."""
-        self._name, self._documentation = name, documentation
+        self._name = name
+        self._documentation = documentation
         self._bounds = list(bounds)
         self.fine_bounds = subdivided(bounds, _PARTS)
         self.counts = [0] * (len(self.fine_bounds) + 1)
@@ -82,8 +83,12 @@ class LabeledHistogram(Collector):
         also: Mapping[str, str] = MappingProxyType({}),
         model: str = "",
     ) -> None:
-        self._name, self._documentation, self._label, self._bounds = name, documentation, label, bounds
-        self._also, self._model = also, model
+        self._name = name
+        self._documentation = documentation
+        self._label = label
+        self._bounds = bounds
+        self._also = also
+        self._model = model
         self._histograms: dict[str, FastHistogram] = {}
         for value in values:
             self.of(value)
@@ -119,7 +124,10 @@ class ModelHistogram(Collector):
     """
 
     def __init__(self, name: str, documentation: str, bounds: Sequence[float], also: Sequence[str]) -> None:
-        self._name, self._documentation, self._bounds, self._also = name, documentation, bounds, also
+        self._name = name
+        self._documentation = documentation
+        self._bounds = bounds
+        self._also = also
         self._histograms: dict[str, FastHistogram] = {}
         self.fine_bounds = subdivided(bounds, _PARTS)
 
@@ -163,7 +171,9 @@ class ModelCounter(Collector):
     """A counter per model under each name of ``also``, and their sum under ``name``."""
 
     def __init__(self, name: str, documentation: str, also: Sequence[str]) -> None:
-        self._name, self._documentation, self._also = name, documentation, also
+        self._name = name
+        self._documentation = documentation
+        self._also = also
         self._counts: dict[str, ModelCount] = {}
 
     def of(self, model: str) -> ModelCount:
@@ -308,7 +318,10 @@ class _Read(Collector):
         model: str | None,
     ) -> None:
         """``model``: add MODEL_LABELS."""
-        self._family, self._name, self._meaning, self._read = family, name, meaning, read
+        self._family = family
+        self._name = name
+        self._meaning = meaning
+        self._read = read
         self._labels = (*labels, *MODEL_LABELS) if model is not None else labels
         self._values = () if model is None else model_labels(model)
 
@@ -327,14 +340,14 @@ def is_vllm(name: str) -> bool:
 
 def subdivided(bounds: Sequence[float], parts: int) -> list[float]:
     """Split each interval into parts of equal ratio; the first, from 0, into parts of equal length."""
-    found: list[float] = []
+    split_bounds: list[float] = []
     low = 0.0
     for high in bounds:
         shares = [part / parts for part in range(1, parts)]
-        found += [low * (high / low) ** share if low else high * share for share in shares]
-        found.append(high)
+        split_bounds += [low * (high / low) ** share if low else high * share for share in shares]
+        split_bounds.append(high)
         low = high
-    return found
+    return split_bounds
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[float], share: float) -> float | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pdserve.disk_kv import AnyDiskOrder, DiskEvent
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.states import StateLayout
 from pdserve.pausing import Pausing
 from pdserve.records import DigestOrder, KVConnectorOutput, KVRead, Peer, RankKV, StepOutput, StepPlan
-from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 

@@ -46,8 +46,8 @@ def outside(name: str, value: float, allowed: Range) -> str:
 def ranges_of(record: type[msgspec.Struct]) -> Mapping[str, Range]:
     """Return the ranges that the fields of a record declare."""
     hints = typing.get_type_hints(record, include_extras=True)
-    found = {name: getattr(hints[name], "__metadata__", ()) for name in record.__struct_fields__}
-    return {name: each for name, metadata in found.items() for each in metadata if isinstance(each, Range)}
+    metadata_of = {name: getattr(hints[name], "__metadata__", ()) for name in record.__struct_fields__}
+    return {name: entry for name, metadata in metadata_of.items() for entry in metadata if isinstance(entry, Range)}
 
 
 def within(name: str, value: float, low: float, high: float, *, above: bool = False, param: str | None = None) -> None:

@@ -8,12 +8,12 @@ from enum import StrEnum
 
 import msgspec
 
-from pdserve.disk_kv import AnyDiskOrder, DiskEvent
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import KVLayout, KVRegion, KVShare
+from pdserve.kv.states import NO_SLOT, RankStates, StateSnapshot
+from pdserve.kv.transports import Connected
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT, RankStates, StateSnapshot
-from pdserve.transports import Connected
 
 TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
 
@@ -152,7 +152,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     token_ids: bytes  # uint32: prompt, then the output so far
     prompt_len: int
     num_computed: int  # leading tokens whose KV is in ``block_ids`` already
-    block_ids: tuple[int, ...]  # as in pdserve/kv_groups.py; later, blocks behind a window are freed without notice
+    block_ids: tuple[int, ...]  # as in pdserve/kv/groups.py; later, blocks behind a window are freed without notice
     sampling: SamplingParams
     choice: int = 0  # index among the n choices of its request
     num_scored: int = 1  # leading prompt tokens whose log-probabilities were reported already
@@ -252,7 +252,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(each.num_tokens for each in self.scheduled)
+        return sum(item.num_tokens for item in self.scheduled)
 
     @property
     def prompts(self) -> tuple[ScheduledSequence, ...]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdserve.kv_groups import Windows, blocks_for
+from pdserve.kv.groups import Windows, blocks_for
 
 TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
 ITL_OBJECTIVE = 0.02  # seconds: T_itl
@@ -118,7 +118,9 @@ def out_of_range(load: RequestLoad, costs: StepCosts) -> OutOfRange | None:
     """Return a number of a node that is out of its range. None: all costs here are finite, and none is negative."""
     if not 0.0 <= load.prompt_share <= 1.0:
         return OutOfRange("prompt_share", load.prompt_share, 1.0)
-    prompt, decode, read = costs.prompt, costs.decode, costs.read
+    prompt = costs.prompt
+    decode = costs.decode
+    read = costs.read
     seconds = prompt.base, prompt.slope, decode.base, decode.slope, read.base, read.slope, load.itl_target
     for index, value in enumerate(seconds):
         if not 0.0 <= value <= MOST_SECONDS:
@@ -158,14 +160,18 @@ def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> P
     of a decode step, less the base of a step of prompts. Prompts that arrive while the queue drains take
     ``prompt_share`` of that time; their wait for this prompt counts as many seconds.
     """
-    decodes, slope = load.decoding, costs.prompt.slope
-    own, queued = slope * uncached_tokens, slope * load.backlog
+    decodes = load.decoding
+    slope = costs.prompt.slope
+    own = slope * uncached_tokens
+    queued = slope * load.backlog
     if decodes:
         step = costs.decode.at(decodes)
         longest = longest_step(load.itl_target, step)
         hidden = max(0.0, costs.decode.base - costs.prompt.base)
     else:
-        step, longest, hidden = costs.prompt.base, math.inf, 0.0
+        step = costs.prompt.base
+        longest = math.inf
+        hidden = 0.0
     chunk = longest - step + hidden  # seconds of prompts in a step
 
     def added(prompts: float) -> float:
@@ -253,7 +259,8 @@ def plan_split(load: LinearCost, num_tokens: int, *, compute: float, pace: Pace,
     ``load``: seconds by tokens. ``compute``: seconds per token, alone. ``block``: tokens. Both parts of a split end
     together: after half of the time, if the node loads as fast as it computes.
     """
-    whole, slope = load.at(num_tokens), pace.slower * compute
+    whole = load.at(num_tokens)
+    slope = pace.slower * compute
     first = (whole - pace.queued) / (slope + load.slope)
     first = int(min(first, num_tokens - 1)) // block * block
     rest = num_tokens - first
@@ -275,7 +282,8 @@ def plan_pull(
     Unmeasured costs are tried. ``wait``: seconds until the source answers. ``split_block``: tokens of a block if the
     node can compute some blocks meanwhile, else 0.
     """
-    compute, pull = costs.prompt.slope * num_tokens, wait + pull_seconds(costs, num_tokens)
+    compute = costs.prompt.slope * num_tokens
+    pull = wait + pull_seconds(costs, num_tokens)
     if not compute:
         return LoadPlan(0, num_tokens, pull)
     if split_block and costs.read:

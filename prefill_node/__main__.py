@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from node.command import NodeParts, NodeProgram
+from node.node_command import NodeParts, NodeProgram
 from prefill_node.prefill_flags import add_flags
 
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from pdserve.errors import PdserveError
+from pdserve.host.process import StatusWriter, run_command, watch_lifeline
 from pdserve.logs import setup_logging
-from pdserve.process import StatusWriter, run_command, watch_lifeline
 from router.options import RouterOptions, make_parser, parse_options
 
 __all__ = ["main", "make_parser"]  # names that cli/commands.py needs

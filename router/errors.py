@@ -65,8 +65,8 @@ class CrashingRequest(PdserveError):
 class MalformedOutput(NodeError):
     """A decode node has sent an output that cannot be the request's. ``field`` is the field of the message."""
 
-    def __init__(self, field: str, found: str) -> None:
-        super().__init__(f"the decode node sent {found}; upgrade it, or restart it")
+    def __init__(self, field: str, output: str) -> None:
+        super().__init__(f"the decode node sent {output}; upgrade it, or restart it")
         self.field = field
 
 
@@ -108,8 +108,8 @@ class ErrorResponse(msgspec.Struct):
 
 
 def status_and_type(error: PdserveError) -> tuple[int, str]:
-    found = ((status, name) for kind, status, name in _STATUSES if isinstance(error, kind))
-    return next(found, (500, "server_error"))
+    answers = ((status, name) for kind, status, name in _STATUSES if isinstance(error, kind))
+    return next(answers, (500, "server_error"))
 
 
 def error_info(error: PdserveError) -> ErrorInfo:

@@ -47,7 +47,8 @@ class FileReloader(ABC):
                     on_reload(False)
                 problem = str(exc)
             else:
-                self._stamp, problem = stamp, ""
+                self._stamp = stamp
+                problem = ""
                 logger.info("%s was reloaded", self._paths[0])
                 on_reload(True)
 

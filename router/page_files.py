@@ -36,13 +36,13 @@ def read_page(package: str, index_path: str, folder_path: str, sanitizer: str = 
     ``sanitizer`` is the trusted types policy that alone may turn strings into markup on this page.
     """
     headers = HEADERS | {"content-security-policy": _POLICY + sanitizer, "cache-control": "no-cache"}
-    found: dict[str, Response] = {}
+    responses: dict[str, Response] = {}
     for name, file in _files(files(package).joinpath("page")):
         path = index_path if name == "index.html" else f"{folder_path}/{name}"
         kind = _KINDS.get(name.rpartition(".")[2])
         if kind is not None:  # other kinds: licences, an editor's backup
-            found[path] = Response(file.read_bytes(), media_type=kind, headers=headers)
-    return found
+            responses[path] = Response(file.read_bytes(), media_type=kind, headers=headers)
+    return responses
 
 
 def _files(folder: Traversable) -> Iterator[tuple[str, Traversable]]:

@@ -19,10 +19,10 @@ import uvicorn
 from pdserve.checkpoint.files import read_text
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import CheckpointError, ConfigError
+from pdserve.host.process import StatusWriter
 from pdserve.http.connections import BoundedConnection, ConnectionLimit, listen, raise_file_limit
 from pdserve.http.metrics_server import MetricsServer
 from pdserve.logs import set_process_fields
-from pdserve.process import StatusWriter
 from pdserve.rpc.address import join_address
 from pdserve.rpc.tls import load_chain
 from pdserve.tracing.trace_flags import make_tracer
@@ -157,7 +157,7 @@ class _Server(uvicorn.Server):
         else:
             await super().startup([])
             context = self._certificate.context
-            servers: list[Any] = [HttpsServer(each, context, self._make_connection) for each in sockets or ()]
+            servers: list[Any] = [HttpsServer(listener, context, self._make_connection) for listener in sockets or ()]
             self.servers = servers
         if self._metrics_server is not None:
             await self._metrics_server.start(self._service.metrics.registry)
@@ -243,7 +243,8 @@ class _Server(uvicorn.Server):
 
     async def _wait_for_nodes(self) -> None:
         """Return once a node takes requests. Until then, log now and then what each node lacks."""
-        nodes, patience = self._service.nodes, _NODE_PATIENCE
+        nodes = self._service.nodes
+        patience = _NODE_PATIENCE
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience):

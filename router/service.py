@@ -23,10 +23,10 @@ from router.fleet.fleet import Fleet
 from router.fleet.nodes import Nodes
 from router.fleet.policy import BOTH
 from router.fleet.stream_mover import StreamMover
+from router.freed_memory import MemoryTrimmer
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile, KeyRing, single_key
 from router.loop_lag import LoopLag
-from router.memory import MemoryTrimmer
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.text.chat.parsers import select_parsers

@@ -20,7 +20,9 @@ _SMALL_BYTES = 64 * 1024  # bytes that a connection may always hold
 _MESSAGE_BYTES = 512  # bytes counted per message beside its content: an empty message takes memory, too
 _BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _SET_IDLE = "pdserve.set_idle"  # key in the ASGI scope
-_TOO_BIG, _TRY_AGAIN_LATER = 1009, 1013  # close codes of RFC 6455
+# close codes of RFC 6455
+_TOO_BIG = 1009
+_TRY_AGAIN_LATER = 1013
 
 
 class MessageMemory:
@@ -116,7 +118,8 @@ class WebSocketConnection(UnreadWatch, WebSocketsSansIOProtocol):
 
     def _on_room(self) -> None:
         super()._on_room()
-        pong, self._pong = self._pong, ()
+        pong = self._pong
+        self._pong = ()
         if pong and not self.transport.is_closing():
             self.transport.write(b"".join(pong))
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import NodeError
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.states import StateLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import DigestOrder, StepOutput, StepPlan
-from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend, import_early
@@ -23,7 +23,7 @@ from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
-from runner.loading.memory import layouts_that_fit
+from runner.loading.kv_memory import layouts_that_fit
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
 from runner.pending_step import FinishedStep, step_without_samples
@@ -68,7 +68,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
         self._closed = False
         self._kept = frozenset(self.__dict__) | {"_kept"}
-        layout, states = config.kv_layout, config.state_layout
+        layout = config.kv_layout
+        states = config.state_layout
         if self._device.type == "cuda":  # on a CPU nothing is compiled or captured
             progress("compiling kernels", -1.0)
             importing = import_early(config.attention_backend)

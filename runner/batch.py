@@ -63,7 +63,7 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """Return the batch of a step, given the page table and the slots of each group."""
         lengths = query_starts, seq_lens, device_query_starts, device_seq_lens
-        first, *others = (cls(*lengths, *each) for each in zip(page_tables, slots, strict=True))
+        first, *others = (cls(*lengths, *table_and_slots) for table_and_slots in zip(page_tables, slots, strict=True))
         return replace(
             first, state_slots=state_slots, state_snapshots=state_snapshots, drafted=drafted, others=tuple(others)
         )

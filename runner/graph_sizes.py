@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import FP8_E4M3
+from pdserve.kv.layout import FP8_E4M3
 from pdserve.records import StepPlan
 
 # Sequences and tokens of small steps with prompts. Products of 448 tokens take longer than of 512.
@@ -49,7 +49,8 @@ def _rows_below(limit: int) -> Iterator[int]:
 
 def _fa3_attends_in_graphs(config: NodeConfig) -> bool:
     """See ``PagedFlashInferAttention``."""
-    model, capability = config.model, config.device.capability
+    model = config.model
+    capability = config.device.capability
     return (
         config.attention_backend == "flashinfer"
         and capability is not None
@@ -123,21 +124,21 @@ class GraphSizes:
     @property
     def of_decodes(self) -> GraphSizes:
         """The sizes whose graphs leave logits of all tokens; with drafts these are decode steps."""
-        return GraphSizes(tuple(each for each in self.descriptors if each.is_decode))
+        return GraphSizes(tuple(descriptor for descriptor in self.descriptors if descriptor.is_decode))
 
     @property
     def most_tokens(self) -> int:
-        return max((each.tokens for each in self.descriptors), default=0)
+        return max((descriptor.tokens for descriptor in self.descriptors), default=0)
 
     @property
     def most_decode_tokens(self) -> int:
         """Tokens of the largest decode step that has a graph."""
-        return max((each.tokens for each in self.descriptors if each.is_decode), default=0)
+        return max((descriptor.tokens for descriptor in self.descriptors if descriptor.is_decode), default=0)
 
     @property
     def most_mixed_tokens(self) -> int:
         """Tokens of the largest step with prompts that has a graph."""
-        return max((each.tokens for each in self.descriptors if not each.is_decode), default=0)
+        return max((descriptor.tokens for descriptor in self.descriptors if not descriptor.is_decode), default=0)
 
     def find(self, step: BatchDescriptor) -> BatchDescriptor | None:
         """Return the smallest size that holds a step of this size, None if there is none.
@@ -146,13 +147,15 @@ class GraphSizes:
         """
         rows, tokens, row_tokens = step
         fitting = (
-            each
-            for each in self.descriptors
-            if each.rows >= rows and each.tokens >= tokens and (not each.row_tokens or each.row_tokens >= row_tokens)
+            descriptor
+            for descriptor in self.descriptors
+            if descriptor.rows >= rows
+            and descriptor.tokens >= tokens
+            and (not descriptor.row_tokens or descriptor.row_tokens >= row_tokens)
         )
-        return min(fitting, key=lambda each: (each.tokens, each.rows), default=None)
+        return min(fitting, key=lambda descriptor: (descriptor.tokens, descriptor.rows), default=None)
 
     def have(self, plan: StepPlan) -> bool:
         """Whether one of them holds this step."""
-        tokens = [each.num_tokens for each in plan.scheduled]
+        tokens = [sequence.num_tokens for sequence in plan.scheduled]
         return self.find(BatchDescriptor(len(tokens), sum(tokens), max(tokens, default=0))) is not None

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kv import FP8_E4M3, UNSCALED, KVLayout, KVRegion, KVScales, KVShare
-from runner.memory import registrable_zeros
+from pdserve.kv.layout import FP8_E4M3, UNSCALED, KVLayout, KVRegion, KVScales, KVShare
+from runner.registered_memory import registrable_zeros
 
 
 class KVCache:
@@ -47,9 +47,11 @@ class KVCache:
         assert flat.numel() == math.prod(layout.shape)
         self.tensor: Tensor = flat.view(layout.shape)
         self.layers = [self.tensor[:, :, index] for _, index in places]
-        page, planes = layout.kernel_block_size, layout.spec.planes
+        page = layout.kernel_block_size
+        planes = layout.spec.planes
         flat = flat.view(torch.uint8) if self.is_fp8 else flat
-        tokens, pages = flat.view(-1, layout.head_dim), flat.view(-1, page * layout.head_dim)
+        tokens = flat.view(-1, layout.head_dim)
+        pages = flat.view(-1, page * layout.head_dim)
         self.token_rows = [tokens[index * planes * page :] for _, index in places]
         self.page_rows = [pages[index * planes :] for _, index in places]
 

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVShare
+from pdserve.kv.layout import DTYPE_BYTES, KVLayout, KVShare
 from pdserve.records import DigestOrder, StepOutput, StepPlan
 from runner.kernels.reference import mix64
 from runner.kv_cache import KVCache
@@ -56,7 +56,8 @@ class KVDigester:
         # [groups, pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
         self._multipliers = multipliers
         self._of_layers: dict[int, Tensor] = {}  # by ``num_layers``: zeros for later layers of the model
-        self._layout, self._share = layout, share
+        self._layout = layout
+        self._share = share
         self._page_size = layout.kernel_block_size
         self._block_size = layout.block_size
         self._uses_triton = memory.device.type == "cuda" and find_spec("triton") is not None
@@ -80,11 +81,11 @@ class KVDigester:
         if not num_layers or num_layers >= self._share.layers.stop:
             return self._multipliers
         if num_layers not in self._of_layers:
-            found = self._multipliers.clone()
+            multipliers = self._multipliers.clone()
             places = zip(self._share.layers, self._layout.groups.places(self._share.layers), strict=True)
             for group, index in (place for layer, place in places if layer >= num_layers):
-                found[group, :, :, index] = 0
-            self._of_layers[num_layers] = found
+                multipliers[group, :, :, index] = 0
+            self._of_layers[num_layers] = multipliers
         return self._of_layers[num_layers]
 
     def _blocks_with_tokens(self, order: DigestOrder) -> Iterator[tuple[int, int, int]]:
@@ -124,24 +125,29 @@ class StateDigester:
     """Digests of the slots of one rank's recurrent states, computed on their device in stream order."""
 
     def __init__(self, states: StateCache) -> None:
-        layout, share = states.layout, states.share
-        spec, shards = layout.spec, share.num_shards
+        layout = states.layout
+        share = states.share
+        spec = layout.spec
+        shards = share.num_shards
         value_bytes = spec.value_heads * spec.value_dim * spec.key_dim * 4
         key_conv, value_conv = (heads * dim * (spec.conv_width - 1) * DTYPE_BYTES[spec.dtype] for heads, dim in
                                 ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim)))  # fmt: skip
         parts = (value_bytes, key_conv, key_conv, value_conv)  # bytes of a shard: delta rule, queries, keys, values
         word = next(word for word in _WORDS if all(size % word.itemsize == 0 for size in parts))
-        positions, before = [], 0  # in the model, in words
+        positions = []  # word numbers in the model
+        before = 0  # words
         for size in parts:
             words = size // word.itemsize
             positions.append(before + share.shard * words + np.arange(words, dtype=np.uint64))
             before += shards * words
-        delta, conv = multipliers_at(positions[0]), multipliers_at(np.concatenate(positions[1:]))
+        delta = multipliers_at(positions[0])
+        conv = multipliers_at(np.concatenate(positions[1:]))
         weights = np.zeros(spec.layer_bytes // word.itemsize, np.uint64)  # no padding counts
         weights[: len(delta)] = delta
         weights[spec.delta_bytes // word.itemsize :][: len(conv)] = conv
         of_layers = multipliers_at(np.arange(share.first_layer, share.first_layer + layout.num_layers, dtype=np.uint64))
-        device, self._num_layers = states.slots.device, layout.num_layers
+        device = states.slots.device
+        self._num_layers = layout.num_layers
         # As the multipliers of one group, of blocks of one token: [1, 1, words of a layer]
         self._weights = torch.from_numpy(weights.view(np.int64)).to(device).view(1, 1, -1)
         self._of_layers = torch.from_numpy(of_layers.view(np.int64)).to(device)  # [num_layers]
@@ -154,15 +160,18 @@ class StateDigester:
         if self._uses_triton:
             sums = self._sums_with_triton(rows.flatten())
         else:
-            each = [(self._words[row] * self._weights).sum() for row in rows.flatten().tolist()]  # int64 wraps around
-            sums = torch.stack(each)
+            row_sums = [
+                (self._words[row] * self._weights).sum() for row in rows.flatten().tolist()
+            ]  # int64 wraps around
+            sums = torch.stack(row_sums)
         return (sums.view(rows.shape) * self._of_layers).sum(1)
 
     def _sums_with_triton(self, rows: Tensor) -> Tensor:
         from runner.kernels.block_digest import block_digests
 
         work = torch.zeros(len(rows), 3, dtype=torch.int64)  # see block_digests
-        work[:, 0], work[:, 1] = rows, 1
+        work[:, 0] = rows
+        work[:, 1] = 1
         if self._words.is_cuda:
             work = work.pin_memory()
         work = work.to(self._words.device, non_blocking=True)
@@ -173,7 +182,8 @@ class BlockDigests(StepFeature[object]):
     """Digests that plans order, of the cache and of states as they are after their step."""
 
     def __init__(self, cache: KVCache, states: StateCache | None = None) -> None:
-        self._cache, self._states = cache, states
+        self._cache = cache
+        self._states = states
 
     @cached_property
     def _digester(self) -> KVDigester:
@@ -202,11 +212,11 @@ class BlockDigests(StepFeature[object]):
         """Return the digests of the blocks of all orders, then of the slots of all. Shape [digests] int64, device."""
         slots = [slot for order in orders for slot in order.state_slots]
         of_blocks = [order for order in orders if order.block_ids]
-        found = [
+        digests = [
             self._digester.compute(list(same)) for _, same in groupby(of_blocks, key=lambda order: order.num_layers)
         ]
-        found += [self._state_digester.compute(slots)] if slots else []
-        return torch.cat(found)
+        digests += [self._state_digester.compute(slots)] if slots else []
+        return torch.cat(digests)
 
     def part(self, plan: StepPlan) -> StepPart[object] | None:
         return _OrderedDigests(self, plan.digests) if plan.digests else None
@@ -227,7 +237,8 @@ class DigestsOfBlocks:
 
 class _OrderedDigests(StepPart[object]):
     def __init__(self, feature: BlockDigests, orders: Sequence[DigestOrder]) -> None:
-        self._feature, self._orders = feature, orders
+        self._feature = feature
+        self._orders = orders
 
     def after_step(self) -> None:
         self._digests = HostCopy.start(self._feature.compute(self._orders))
@@ -242,8 +253,10 @@ class _OrderedDigests(StepPart[object]):
 
 def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np.uint64]:
     """Multipliers of all words of a block of each group, in memory order; 0 for layers that are padding."""
-    pages, page_size = layout.pages_per_block, layout.kernel_block_size
-    planes, groups = layout.spec.planes, layout.groups
+    pages = layout.pages_per_block
+    page_size = layout.kernel_block_size
+    planes = layout.spec.planes
+    groups = layout.groups
     layers = np.full((groups.num_groups, layout.num_layers), -1)  # layer of the model, by group and index in the block
     for layer, place in zip(share.layers, groups.places(share.layers), strict=True):
         layers[place] = layer

@@ -49,13 +49,15 @@ class PromptSums:
         """Add the next tokens of a sequence, [tokens, hidden_size]; return the sum, None if a part is missing."""
         start = self._next[seq]
         self._next[seq] = end = start + len(hidden)
-        found = self._sums.get(seq)
-        if found is None or found.num_tokens < start:
+        prompt_sum = self._sums.get(seq)
+        if prompt_sum is None or prompt_sum.num_tokens < start:
             return None
-        if end > found.num_tokens:
-            found.total = hidden[found.num_tokens - start :].float().sum(0) + found.total.to(hidden.device)
-            found.num_tokens = end
-        return found
+        if end > prompt_sum.num_tokens:
+            prompt_sum.total = hidden[prompt_sum.num_tokens - start :].float().sum(0) + prompt_sum.total.to(
+                hidden.device
+            )
+            prompt_sum.num_tokens = end
+        return prompt_sum
 
     def remove(self, seq: int) -> None:
         """Forget what is computed, as the sequence ended or was preempted; its sum is kept."""
@@ -91,11 +93,11 @@ class PromptPooling(StepFeature[object]):
             tokens = hidden[start : start + item.num_tokens]
             start += item.num_tokens
             if self._config.method == MEAN:
-                found = self._sums.count(item.seq, tokens)
+                prompt_sum = self._sums.count(item.seq, tokens)
                 if item.num_samples:
                     self._sums.forget(item.seq)
                     lost = torch.full_like(tokens[-1], torch.nan, dtype=torch.float32)
-                    rows.append(lost if found is None else found.total / found.num_tokens)
+                    rows.append(lost if prompt_sum is None else prompt_sum.total / prompt_sum.num_tokens)
             elif item.num_samples:
                 rows.append(tokens[-1])
         if not rows:
@@ -118,7 +120,8 @@ class _PooledPrompts(StepPart[object]):
     needs_all_hidden_states = True
 
     def __init__(self, pooling: PromptPooling, scheduled: Sequence[ScheduledSequence]) -> None:
-        self._pooling, self._scheduled = pooling, scheduled
+        self._pooling = pooling
+        self._scheduled = scheduled
 
     def after_forward(self, batch: object, hidden: Tensor) -> None:
         self._vectors = HostCopy.start(self._pooling.vectors(self._scheduled, hidden).contiguous())

@@ -113,7 +113,9 @@ def row_snapshots(plan: StepPlan) -> tuple[RowSnapshot, ...]:
     if not plan.state_snapshots:
         return ()
     rows = {sequence.seq: row for row, sequence in enumerate(plan.scheduled)}
-    return tuple(RowSnapshot(rows[each.seq], each.num_tokens, each.slot) for each in plan.state_snapshots)
+    return tuple(
+        RowSnapshot(rows[snapshot.seq], snapshot.num_tokens, snapshot.slot) for snapshot in plan.state_snapshots
+    )
 
 
 class SequenceRows(ABC):

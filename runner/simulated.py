@@ -26,7 +26,7 @@ from pdserve.checkpoint.weight_patch import read_patch
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_same_model
 from pdserve.config.simulated_costs import SimulatedSteps
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.pausing import Pausing, completed
 from pdserve.protocols import PendingDigests
 from pdserve.records import (
@@ -84,7 +84,8 @@ class SimulatedRunner:
         self._crashing: set[int] = set()  # sequences with the token of --sim-crash-token
         self._busy_until = 0.0
         loaded = simulated_digest(Path(config.model_dir))
-        self._weights, self._loaded_files = SimulatedWeights(loaded.digest), loaded.files
+        self._weights = SimulatedWeights(loaded.digest)
+        self._loaded_files = loaded.files
 
     def launch(self, plan: StepPlan) -> SimulatedStep:
         assert not plan.digests, "a simulated node has no KV to digest; resolve refuses --kv-checksum"
@@ -100,10 +101,10 @@ class SimulatedRunner:
         counts = tuple(map(len, runs)) if self._config.max_drafts else ()
         runs += [self._sample(item, masks.get(item.seq)) for item in plan.prompts]
         samples = list(chain.from_iterable(runs))
-        logprobs = {index: found for index, (_, found) in enumerate(samples) if found is not None}
+        logprobs = {index: logprob for index, (_, logprob) in enumerate(samples) if logprob is not None}
         token_ids = tuple(token_id for token_id, _ in samples)
         self._busy_until = max(self._busy_until, time.monotonic()) + self._steps.seconds(plan)
-        scored = tuple((each.seq, self._score(each)) for each in self._targets.take(plan.scheduled))
+        scored = tuple((targets.seq, self._score(targets)) for targets in self._targets.take(plan.scheduled))
         output = StepOutput(
             plan.step, token_ids=token_ids, decode_counts=counts, logprobs=logprobs, prompt_logprobs=scored
         )
@@ -265,7 +266,8 @@ class SimulatedSequence:
 
 def acceptance_rate(mean_tokens: float, num_drafts: int) -> float:
     """Return the probability p of a right draft for so many tokens per step: 1 + p + p² … = ``mean_tokens``."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(50):
         rate = (low + high) / 2
         tokens = sum(rate**number for number in range(num_drafts + 1))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
+from pdserve.kv.states import NO_SLOT, StateLayout, StateShare
 from pdserve.records import NewSequence, StepOutput, StepPlan
-from pdserve.state import NO_SLOT, StateLayout, StateShare
-from runner.memory import registrable_zeros
+from runner.registered_memory import registrable_zeros
 from runner.step_parts import StepFeature, StepPart
 
 
@@ -23,7 +23,8 @@ class StateCache:
 
     def __init__(self, layout: StateLayout, device: torch.device, share: StateShare) -> None:
         """``share`` is the rank's part of the model's state. Raises CapacityError if the device has no room."""
-        self.layout, self.share = layout, share
+        self.layout = layout
+        self.share = share
         self.slots = registrable_zeros(layout.total_bytes, device, "recurrent states")
         self.slots = self.slots.view(layout.num_slots, layout.slot_bytes)  # [num_slots, slot_bytes] uint8
         spec = layout.spec
@@ -81,7 +82,8 @@ class StateSlotCopies(StepFeature[object]):
 
 class _CopiesBehindStep(StepPart[object]):
     def __init__(self, cache: StateCache, copies: Sequence[tuple[int, int]]) -> None:
-        self._cache, self._copies = cache, copies
+        self._cache = cache
+        self._copies = copies
         self._done: torch.cuda.Event | None = None
 
     def after_step(self) -> None:

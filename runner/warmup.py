@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.config.node_config import NodeConfig
+from pdserve.kv.states import NO_SLOT, StateSnapshot
 from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
 from pdserve.records import (
@@ -17,7 +18,6 @@ from pdserve.records import (
     TokenMask,
 )
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT, StateSnapshot
 from runner.graph_sizes import GraphSizes
 
 #: Prompt tokens of steps; sizes too large for a graph are run. Each is at most twice the one before: the tiles of
@@ -93,12 +93,12 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
 
 def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int) -> None:
     new = [_sequence(runner, config, number, length) for number, length in enumerate([1] * others + [chunk])]
-    decodes = tuple(ScheduledSequence.decode(each.seq) for each in new[:-1])
+    decodes = tuple(ScheduledSequence.decode(sequence.seq) for sequence in new[:-1])
     prompt = ScheduledSequence(new[-1].seq, chunk, 1)
     runner.launch(StepPlan(-1, new=tuple(new[:-1]), scheduled=decodes, num_decodes=others)).result()
     mixed = StepPlan(-1, new=tuple(new[-1:]), scheduled=(*decodes, prompt), num_decodes=others)
     runner.launch(mixed).result()
-    runner.launch(StepPlan(-1, finished=tuple(each.seq for each in new))).result()
+    runner.launch(StepPlan(-1, finished=tuple(sequence.seq for sequence in new))).result()
 
 
 def _sequence(
@@ -120,7 +120,7 @@ def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
         *range(2048, config.max_batch_tokens + 1, 128),
     ]
     samples = range(1, config.options.max_num_seqs * (1 + config.max_drafts) + 1)
-    return [each for each in tokens if each <= config.max_batch_tokens], list(samples)
+    return [size for size in tokens if size <= config.max_batch_tokens], list(samples)
 
 
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
@@ -134,7 +134,7 @@ def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int],
     masks = tuple(TokenMask(seq, everything) for seq in seqs) if sampling.grammar else ()
     ahead = config.max_drafts if config.model.num_draft_layers else 0
     has_states = runner.state_layout is not None
-    snapshots = tuple(StateSnapshot(each.seq, 1, 1) for each in prompts[:1] if has_states and each.num_tokens > 1)
+    snapshots = tuple(StateSnapshot(prompt.seq, 1, 1) for prompt in prompts[:1] if has_states and prompt.num_tokens > 1)
     plan = StepPlan(-1, new=tuple(new), scheduled=prompts, masks=masks, drafts_ahead=ahead, state_snapshots=snapshots)
     runner.launch(plan).result()
     for _ in range(2):

@@ -23,7 +23,7 @@ from cli.bench.report import Report, check_plot, draw, show
 from cli.bench.requests import Request, chat_body, completion_body, random_prompt, random_text
 from cli.router_url import api_key, base_url
 from pdserve.errors import ConfigError, NodeError, plain
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 _CONCURRENCY = 8
 _OUTPUTS = Range(64, 64)  # tokens of answers to random prompts
@@ -96,7 +96,9 @@ def _requests(args: argparse.Namespace, rng: random.Random, number: int) -> list
         rng.shuffle(examples)
         chosen = islice(cycle(examples), number)
         return [Request(0.0, [], rng.randint(*outputs) if outputs else num, text) for text, num in chosen]
-    inputs, outputs, prefix = args.random_input_len, outputs or _OUTPUTS, args.random_prefix_len
+    inputs = args.random_input_len
+    outputs = outputs or _OUTPUTS
+    prefix = args.random_prefix_len
     if args.endpoint == CHATS:
         shared = random_text(rng, prefix)
         texts = [f"{shared} {random_text(rng, rng.randint(*inputs))}".strip() for _ in range(number)]

@@ -44,24 +44,24 @@ def read_dataset(path: Path) -> list[Example]:
     try:
         data = path.read_bytes()
         is_list = data.lstrip()[:1] == b"["
-        found = _of_conversations(data) if is_list else _of_lines(data)
+        examples = _of_conversations(data) if is_list else _of_lines(data)
     except OSError as exc:
         raise ConfigError(f"--dataset-path {path} cannot be read: {exc.strerror}") from exc
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         text = 'use ShareGPT\'s JSON, or lines like {"prompt": "…", "output_tokens": 64}'
         raise ConfigError(f"--dataset-path {path} is not a data set ({exc}); {text}") from exc
-    if not found:
+    if not examples:
         raise ConfigError(f"--dataset-path {path} has no question with an answer; name another file")
-    return found
+    return examples
 
 
 def _of_conversations(data: bytes) -> list[Example]:
-    found = []
-    for each in msgspec.json.decode(data, type=list[_Conversation]):
-        match each.conversations:
+    examples = []
+    for conversation in msgspec.json.decode(data, type=list[_Conversation]):
+        match conversation.conversations:
             case [question, answer, *_] if question.speaker in _HUMAN and question.value and answer.value:
-                found.append(Example(question.value, max(1, len(answer.value) // _CHARACTERS)))
-    return found
+                examples.append(Example(question.value, max(1, len(answer.value) // _CHARACTERS)))
+    return examples
 
 
 def _of_lines(data: bytes) -> list[Example]:

@@ -29,12 +29,12 @@ def parse_range(text: str) -> Range:
     """Parse "128" or "64-256"."""
     low, _, high = text.partition("-")
     try:
-        found = Range(int(low), int(high or low))
+        bounds = Range(int(low), int(high or low))
     except ValueError:
-        found = Range(0, 0)
-    if not 1 <= found.low <= found.high <= _MAX_TOKENS:
+        bounds = Range(0, 0)
+    if not 1 <= bounds.low <= bounds.high <= _MAX_TOKENS:
         raise argparse.ArgumentTypeError(f"{shown(text)} is invalid; use a number of tokens such as 128, or 64-256")
-    return found
+    return bounds
 
 
 def _plot_file(text: str) -> Path:

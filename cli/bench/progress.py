@@ -23,7 +23,8 @@ async def progress(total: int, requests: str) -> AsyncIterator[Callable[[], None
             task = bar.add_task(requests, total=total)
             yield lambda: bar.advance(task)
         return
-    done, began = 0, time.perf_counter()
+    done = 0
+    began = time.perf_counter()
 
     def advance() -> None:
         nonlocal done

@@ -60,8 +60,8 @@ class Report:
     @property
     def cached_tokens(self) -> int | None:
         """Prompt tokens from the prefix cache; None if the server does not report them."""
-        found = [trace.cached_tokens for trace in self.good if trace.reports_cache]
-        return sum(found) if found else None
+        counts = [trace.cached_tokens for trace in self.good if trace.reports_cache]
+        return sum(counts) if counts else None
 
     @property
     def output_tokens(self) -> int:
@@ -113,15 +113,16 @@ def _latencies(report: Report) -> Table:
         column.justify = "right"
     labels = {"TTFT": "time to first token", "ITL": "between tokens", "E2E": "whole request"}
     for name, values in report.series().items():
-        found = percentiles(values).values()
-        cells = [seconds(each / 1e3) for each in found] or [UNKNOWN] * (len(PERCENTILES) + 1)
+        figures = percentiles(values).values()
+        cells = [seconds(figure / 1e3) for figure in figures] or [UNKNOWN] * (len(PERCENTILES) + 1)
         table.add_row(f"{name}, {labels[name]}", *cells)
     return table
 
 
 def _throughput(report: Report) -> Table:
     table = Table(box=None, show_header=False)
-    good, cached = len(report.good), report.cached_tokens
+    good = len(report.good)
+    cached = report.cached_tokens
     table.add_row(
         "requests", f"{good:,} of {len(report.traces):,} in {seconds(report.seconds)}, {rate(good / report.seconds)}/s"
     )
@@ -157,7 +158,8 @@ def bins(values: Sequence[float]) -> list[tuple[float, float, int]]:
 
     The first bin begins at 0: tokens that arrive together have gaps of microseconds.
     """
-    low, high = _least(values), max(*values, 1e-6)
+    low = _least(values)
+    high = max(*values, 1e-6)
     if high <= low * 1.001:
         return [(0.0, high, len(values))]
     ratio = (high / low) ** (1 / _BINS)

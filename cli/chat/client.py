@@ -21,7 +21,8 @@ from pdserve.errors import ConfigError, NodeError, PdserveError, RequestError, s
 _Result = TypeVar("_Result")
 Draw = Callable[[str, str], None]  # shows reasoning and text that have arrived
 
-_CONNECT_SECONDS, _READ_SECONDS = 5.0, 900.0  # a router ends requests itself, after 600 s by default
+_CONNECT_SECONDS = 5.0
+_READ_SECONDS = 900.0  # a router ends requests itself, after 600 s by default
 
 
 class _Delta(msgspec.Struct):
@@ -180,7 +181,8 @@ def _parts(data: str, answer: Answer) -> Iterator[tuple[str, str]]:
     answer.usage = event.usage or answer.usage
     for choice in event.choices:
         answer.finish = choice.finish_reason or answer.finish
-        reasoning, text = choice.delta.reasoning or "", choice.delta.content or ""
+        reasoning = choice.delta.reasoning or ""
+        text = choice.delta.content or ""
         if reasoning or text:
             answer.last = perf_counter()
             answer.first = answer.first or answer.last

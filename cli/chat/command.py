@@ -17,7 +17,7 @@ from cli.chat.terminal import Chat
 from cli.router_url import add_router_url
 from pdserve.errors import ConfigError, shown
 from pdserve.flags.parser import CommandParser, command_parser
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 #: Sampling parameters and their types. The router checks the values.
 SAMPLING = {

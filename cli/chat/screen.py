@@ -29,13 +29,16 @@ def finished_length(text: str) -> int:
 
     A block is complete when a blank line and then a line without indentation follow it, outside of fenced code.
     """
-    fence, blank, at, found = "", False, 0, 0
+    fence = ""
+    blank = False
+    at = 0
+    finished = 0
     for line in text.splitlines(keepends=True):
         if not line.strip():
             blank = not fence
         else:
             if blank and not line[0].isspace():
-                found = at
+                finished = at
             blank = False
             if mark := _FENCE.match(line):
                 if not fence:
@@ -43,7 +46,7 @@ def finished_length(text: str) -> int:
                 elif mark[1].startswith(fence) and line.strip() == mark[1]:
                     fence = ""
         at += len(line)
-    return found
+    return finished
 
 
 @contextmanager

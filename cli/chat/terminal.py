@@ -136,7 +136,7 @@ class Chat:
         if name and name not in names:
             raise RequestError(f"unknown model {cut(name)}; {_nearest(name, names)}")
         self._conversation.model = name or self._conversation.model
-        self._note(", ".join(f"{each} (in use)" if each == self._conversation.model else each for each in names))
+        self._note(", ".join(f"{model} (in use)" if model == self._conversation.model else model for model in names))
 
     def _help(self, _: str) -> None:
         width = max(map(len, COMMANDS))
@@ -149,6 +149,6 @@ class Chat:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    known = list(names)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(known)}"
+    choices = list(names)
+    nearest = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(choices)}"

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from cli.doctor.findings import Finding, fail, note, ok, warn
 from cli.variables import describe_unread, unread_variables
-from pdserve.bytecode import torch_bytecode
 from pdserve.checkpoint.hub import is_hub_id, resolve_model
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
@@ -26,9 +25,10 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.errors import CheckpointError
 from pdserve.flags.sources import VARIABLE_PREFIX
+from pdserve.host.bytecode import torch_bytecode
+from pdserve.kv.transports import Connected
 from pdserve.rpc.address import is_loopback, probe_port
 from pdserve.rpc.tls import PeerTls
-from pdserve.transports import Connected
 
 _MIB = 1 << 20
 _SHARED_PER_RANK = 1024 * _MIB  # bytes of /dev/shm that suffice for NCCL and UCX; tests of ranks need far less
@@ -97,16 +97,16 @@ def check_variables(parser: ArgumentParser) -> Finding:
     """Check for variables that are misspelled."""
     unread = unread_variables(parser)
     if unread:
-        return warn("; ".join(describe_unread(*each) for each in unread.items()), "unset or rename it")
+        return warn("; ".join(describe_unread(*variable) for variable in unread.items()), "unset or rename it")
     return ok(f"every {VARIABLE_PREFIX}… that is set is read")
 
 
 def check_bytecode() -> Finding:
     """Check that processes find torch compiled: without bytecode, each start compiles more than a thousand modules."""
-    found = torch_bytecode()
-    if found.problem:
-        return note(found.problem, found.remedy)
-    return ok("torch is compiled" if found.is_stored else "the first start compiles torch")
+    bytecode = torch_bytecode()
+    if bytecode.problem:
+        return note(bytecode.problem, bytecode.remedy)
+    return ok("torch is compiled" if bytecode.is_stored else "the first start compiles torch")
 
 
 def is_local(options: NodeOptions) -> bool:
@@ -162,13 +162,14 @@ def check_clock(tls: bool) -> Finding:
     now = datetime.now(UTC)
     if now < _EARLIEST:
         return fail(f"the date is {now:%Y-%m-%d}", "set the clock: certificates are not valid otherwise")
-    wall, steady = time.time(), time.monotonic()
+    wall = time.time()
+    steady = time.monotonic()
     time.sleep(0.05)
     if abs((time.time() - wall) - (time.monotonic() - steady)) > 0.05:
         return warn("the clock changed during this check", "check chronyd or ntpd")
     if _clock_status() & _UNSYNCHRONISED:
-        found = warn if tls else note
-        return found(f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
+        severity = warn if tls else note
+        return severity(f"{now:%Y-%m-%d %H:%M:%S} UTC, not synchronised", "run chronyd or ntpd on this machine")
     return ok(f"{now:%Y-%m-%d %H:%M:%S} UTC, synchronised")
 
 
@@ -182,8 +183,9 @@ def _clock_status() -> int:
 
 
 def check_shared_memory(ranks: int, on_gpu: bool) -> Finding:
-    found = os.statvfs("/dev/shm")
-    size, wanted = found.f_frsize * found.f_blocks, _SHARED_PER_RANK * ranks if on_gpu else 64 * _MIB
+    file_system = os.statvfs("/dev/shm")
+    size = file_system.f_frsize * file_system.f_blocks
+    wanted = _SHARED_PER_RANK * ranks if on_gpu else 64 * _MIB
     text = f"/dev/shm has {size / 2**30:.2f} GiB"
     if size < wanted:
         return warn(
@@ -209,7 +211,8 @@ def check_locked_memory(options: NodeOptions, required: str, on_gpu: bool) -> Fi
 
 def check_tls(directory: str | None, host: str) -> Finding:
     if directory is None:
-        text, remedy = "gRPC is neither encrypted nor authenticated", "give --grpc-tls DIR"
+        text = "gRPC is neither encrypted nor authenticated"
+        remedy = "give --grpc-tls DIR"
         if is_loopback(host):
             return note(f"{text}, on {host} only", f"{remedy} with a --host that others reach")
         return warn(text, f"{remedy}, or use a network that only nodes can reach")

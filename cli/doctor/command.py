@@ -29,26 +29,26 @@ from pdserve import __version__
 from pdserve.config.compatibility import PROTOCOL_VERSION, compat_hash, describe_protocol
 from pdserve.config.config_with_weights import with_weight_digests
 from pdserve.config.device import node_devices
+from pdserve.config.memory_fit import check_memory
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
-from pdserve.config.room import check_memory
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.tensor_check import checked_tensors
 from pdserve.discovery.sources import source_addresses
 from pdserve.errors import PdserveError
 from pdserve.flags.declaration import add_flags, options_from
 from pdserve.flags.parser import command_parser
+from pdserve.host.process import run_command
+from pdserve.kv.transports import REQUIRABLE
 from pdserve.model.eos_tokens import unnamed_end_token
 from pdserve.model.generation_defaults import load_generation_defaults
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.process import run_command
 from pdserve.rpc import channel as rpc
 from pdserve.rpc.errors import rpc_reason
 from pdserve.rpc.tls import PeerTls
-from pdserve.transports import REQUIRABLE
 
 _ANSWER_SECONDS = 5.0
 _LIST_SECONDS = 10.0
@@ -79,7 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    options, frontend = node_options_from(args), options_from(FrontendOptions, args)
+    options = node_options_from(args)
+    frontend = options_from(FrontendOptions, args)
     local = local_ranks_from(args, options.num_ranks)
     findings = []
     for finding in _findings(options, frontend, len(local.ranks), args.prefill, args.require_transport, parser):
@@ -123,11 +124,11 @@ def _findings(
     config: NodeConfig | None = None
     local = checks.is_local(options)
     # Without weights, only the small files are downloaded and checked.
-    known = options if local else msgspec.structs.replace(options, load_format="dummy", load_from="disk")
+    without_weights = options if local else msgspec.structs.replace(options, load_format="dummy", load_from="disk")
     try:
         # Without the variable: a forced runner that cannot run is no fault of the checkpoint.
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        config = resolve(known, devices[0], environ)
+        config = resolve(without_weights, devices[0], environ)
         if local and prefill:
             config = with_weight_digests(config)
         yield run_check("checkpoint", checks.check_checkpoint, options, config, local)
@@ -137,7 +138,7 @@ def _findings(
     if not options.simulated:
         yield run_check("bytecode", checks.check_bytecode)
     if config is not None:
-        yield run_check("runner", checks.check_runner, lambda: resolve(known, devices[0]))
+        yield run_check("runner", checks.check_runner, lambda: resolve(without_weights, devices[0]))
         if on_gpu:
             yield run_check("attention", checks.check_attention, config)
         yield run_check("tokenizer", _check_tokenizer, config)
@@ -165,7 +166,9 @@ def _check_tokenizer(config: NodeConfig) -> Finding:
     """Check the files that a router reads of a checkpoint, and the tokens that end answers."""
     from router.server import load_tokenizer
 
-    tokenizer, model, directory = load_tokenizer(config.model_dir), config.model, Path(config.model_dir)
+    tokenizer = load_tokenizer(config.model_dir)
+    model = config.model
+    directory = Path(config.model_dir)
     load_generation_defaults(directory)
     template = "with a chat template" if tokenizer.chat_template else "without a chat template: completions only"
     ends = ", ".join(f"{tokenizer.token(token_id)} ({token_id})" for token_id in model.eos_token_ids)

@@ -9,7 +9,7 @@ from typing import ParamSpec
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.process import one_line
+from pdserve.host.process import one_line
 
 P = ParamSpec("P")
 
@@ -53,7 +53,7 @@ def fail(text: str, remedy: str = "") -> Finding:
 def run_check(name: str, check: Callable[P, Finding], *args: P.args, **kwargs: P.kwargs) -> Finding:
     """Return the findings of ``check``. An error that a node would raise at its start is a finding, too."""
     try:
-        found = check(*args, **kwargs)
+        finding = check(*args, **kwargs)
     except (PdserveError, OSError) as exc:
-        found = fail(one_line(exc))
-    return msgspec.structs.replace(found, check=name)
+        finding = fail(one_line(exc))
+    return msgspec.structs.replace(finding, check=name)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from cli.plan.costs import Costs, Shape, find_costs, load_costs
 from cli.plan.flags import make_parser
-from cli.plan.node_load import LoadLimits, NodeLoad, Slo
+from cli.plan.prediction import LoadLimits, PlannedLoad, Slo
+from cli.plan.predictor import Predictor
 from cli.plan.report import as_json, as_text
 from cli.plan.sizing import plan_for_gpus, plan_for_rate
 from cli.plan.workload import Workload, read_trace, workload_of, workload_of_trace
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import ConfigError
+from pdserve.host.process import run_command
 from pdserve.model.model_config import load_model_config
-from pdserve.process import run_command
 
 _GPU = "h200"
 
@@ -28,16 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError or CapacityError."""
     costs = _costs(args)
-    workload, rate = _workload(args)
-    limits = LoadLimits(args.headroom, args.max_num_seqs, args.network or 0.0)
-    load = NodeLoad(costs, workload, parse_slo(args.slo), limits)
-    if args.gpus is not None:
-        found = plan_for_gpus(load, args.gpus)
-    elif rate is not None:
-        found = plan_for_rate(load, rate)
-    else:
+    workload, rate, draw = _workload(args)
+    limits = LoadLimits(args.headroom, args.max_num_seqs, args.network or 0.0, args.requests)
+    load = PlannedLoad(costs, workload, parse_slo(args.slo), limits, draw)
+    if args.gpus is None and rate is None:
         raise ConfigError("neither --rate nor --gpus is set; set the request rate or the number of GPUs")
-    print(json.dumps(as_json(load, found), indent=2) if args.json else as_text(load, found))
+    with Predictor(load) as predictor:
+        if args.gpus is not None:
+            result = plan_for_gpus(predictor, args.gpus)
+        else:
+            assert rate is not None
+            result = plan_for_rate(predictor, rate)
+    print(json.dumps(as_json(load, result), indent=2) if args.json else as_text(load, result))
     return 0
 
 
@@ -64,21 +68,23 @@ def _costs(args: argparse.Namespace) -> Costs:
     return costs
 
 
-def _workload(args: argparse.Namespace) -> tuple[Workload, float | None]:
+def _workload(args: argparse.Namespace) -> tuple[Workload, float | None, Callable[[int], Workload] | None]:
+    """Return the workload, its rate if there is one, and what draws samples of it; None: its first requests."""
     if args.rate is not None and args.gpus is not None:
         raise ConfigError("--rate and --gpus are both set; set only one")
     if args.trace is None:
-        return workload_of(args.prompt_tokens, args.output_tokens, args.cached), args.rate
+        draw = partial(workload_of, args.prompt_tokens, args.output_tokens, args.cached, seed=args.seed)
+        return draw(), args.rate, draw
     workload, rate = workload_of_trace(list(read_trace(args.trace)))
-    return workload, args.rate or rate
+    return workload, args.rate or rate, None
 
 
 def parse_slo(text: str) -> Slo:
     """Parse e.g. "ttft:p99=1s,itl:p50=10ms,itl:p99=30ms"; empty means no SLO. Raises ConfigError."""
-    found: dict[str, dict[int, float]] = {"ttft": {}, "itl": {}}
+    limits: dict[str, dict[int, float]] = {"ttft": {}, "itl": {}}
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(ttft|itl):p(\d\d?)=(\d+(?:\.\d+)?)(ms|s)", part.strip())
         if match is None or not int(match[2]) or not float(match[3]):
             raise ConfigError(f"slo {part!r} is invalid; use e.g. ttft:p99=1s or itl:p99=30ms")
-        found[match[1]][int(match[2])] = float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)
-    return Slo(**found)
+        limits[match[1]][int(match[2])] = float(match[3]) * (1e-3 if match[4] == "ms" else 1.0)
+    return Slo(**limits)

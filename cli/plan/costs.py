@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from cli.virtual_fleet.cards import Card, Delays
+from pdserve.config.simulated_costs import SimulatedCosts, StepTokens
 from pdserve.errors import ConfigError
-from pdserve.kv import FP8_E4M3, FullAttentionSpec, LatentSpec
+from pdserve.kv.layout import FP8_E4M3, FullAttentionSpec, LatentSpec
 from pdserve.model.model_config import ModelConfig
 
 MEASURED = Path(__file__).parent / "measured"
+READ_SECONDS = 1e-3  # seconds of a KV read beside its bytes: NIXL's transfer of few blocks, as in SimulatedCosts.read
 
 Points = tuple[tuple[float, float], ...]
 
@@ -78,7 +84,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{layers}, {rows}{cache}{state}"
 
 
-class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """Costs of one node with ``pp × tp`` GPUs. Points are (x, milliseconds), interpolated linearly."""
 
     model: str  # display name
@@ -98,6 +104,7 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     first_token_ms: float = 0.0  # added to the first token by a handoff
     second_token_ms: Points = ((0.0, 0.0),)  # added to the gap after the first token, by prompt tokens
     kv_gb_per_s: float  # 10^9 bytes per second, read by one node
+    under_load: SimulatedCosts | None = None  # fitted to the steps of serving nodes; None: follows from the points
 
     def __post_init__(self) -> None:
         for name in ("prefill_ms", "decode_ms", "second_token_ms"):
@@ -114,28 +121,84 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.pp * self.tp
 
     def prefill(self, tokens: float, cached: float = 0.0) -> float:
-        """Return the seconds of a prompt whose first ``cached`` tokens are cached.
-
-        The other tokens attend to the cached ones: they cost the difference of both prompts, but no less than a prompt
-        of their own length.
-        """
-        alone = _line_at(self.prefill_ms, tokens - cached)
-        return max(alone, _line_at(self.prefill_ms, tokens) - _line_at(self.prefill_ms, cached)) / 1e3
+        """Return the seconds of a prompt alone on a node, whose first ``cached`` tokens are cached."""
+        return self.prompts.base + self.prompts.seconds(tokens - cached, (tokens**2 - cached**2) / 2)
 
     def decode(self, batch: float, context: float) -> float:
         """Return the seconds of a decode step of ``batch`` sequences with ``context`` tokens each on average."""
-        return (
-            _line_at(self.decode_ms, max(batch, self.decode_ms[0][0])) / 1e3 + batch * context * self.context_ns / 1e9
-        )
+        least = self.decode_ms[0][0]
+        return (_line_at(self.decode_ms, max(batch, least)) * 1e6 + batch * context * self.context_ns) / 1e9
 
-    def second_token(self, prompt: float, kv_gb_per_s: float) -> float:
-        """Seconds that a handoff adds to the gap behind the first token, over a network of that speed.
+    def card(self, kv_gb_per_s: float = 0.0) -> Card:
+        """Return the device of a node in a virtual fleet; ``kv_gb_per_s`` of its network, 0: as measured."""
+        steps = MeasuredSteps(self, kv_gb_per_s or self.kv_gb_per_s)
+        return Card(steps, idle_step=self.decode(1, 0.0), kv_tokens=self.kv_tokens)
 
-        The rest to read then is the KV of the prompt's last step.
+    def delays(self) -> Delays:
+        """Return the delays that make handoffs as long as they were measured.
+
+        The first token waits for two messages. The second one waits for them as well, for the read of the prompt's last
+        part, and for D's processes.
         """
-        last = self.shape.handoff_bytes(min(prompt, self.step_tokens)) / 1e9
-        slower = max(0.0, last / kv_gb_per_s - last / self.kv_gb_per_s)
-        return _line_at(self.second_token_ms, prompt) / 1e3 + slower
+        tokens, second_token = self.second_token_ms[0]
+        message = self.first_token_ms / 2e3
+        read = MeasuredSteps(self, self.kv_gb_per_s).of_read(int(min(tokens, self.step_tokens)))
+        return Delays(message=message, confirm=max(0.0, second_token / 1e3 - 2 * message - read))
+
+    @cached_property
+    def prompts(self) -> PromptCost:
+        return PromptCost.through(self.prefill_ms)
+
+
+class PromptCost(NamedTuple):
+    """Seconds of prompts: ``base`` per step, ``token`` per token, ``pair`` per pair of a token and an earlier one."""
+
+    base: float
+    token: float
+    pair: float
+
+    @classmethod
+    def through(cls, points: Points) -> PromptCost:
+        """Fit measured prompts (tokens, ms) by least squares of relative errors, with as many terms as are positive."""
+        tokens, ms = np.array(points).T
+        terms = np.stack([tokens, np.ones_like(tokens), tokens**2 / 2])  # [3, points]
+        for count in range(min(3, len(points)), 0, -1):
+            fitted, *_ = np.linalg.lstsq((terms[:count] / ms).T, np.ones_like(ms), rcond=None)
+            if (fitted >= 0.0).all():
+                break
+        token, base, pair = [*(fitted / 1e3).tolist(), 0.0, 0.0][:3]
+        return cls(base, token, pair)
+
+    def seconds(self, tokens: float, pairs: float) -> float:
+        """Return the seconds that prompts add to a step without sequences that decode, beside its base."""
+        return self.token * tokens + self.pair * pairs
+
+
+class MeasuredSteps:
+    """Seconds of steps and reads by measured costs, for the nodes of a virtual fleet.
+
+    Beside decodes, the read of the weights hides a part of the prompts: as much as a decode step is longer than the
+    base of a step of prompts. A read brings the KV of its tokens at the speed of the network, and the recurrent state.
+    """
+
+    def __init__(self, costs: Costs, kv_gb_per_s: float) -> None:
+        self._costs = costs
+        self._prompts = costs.prompts
+        self._hidden = max(0.0, costs.decode(1, 0.0) - costs.prompts.base)
+        self._bytes_per_s = 1e9 * kv_gb_per_s
+
+    def seconds(self, step: StepTokens) -> float:
+        """Return the seconds of a step; 0 for an empty one."""
+        if self._costs.under_load is not None:
+            return self._costs.under_load.seconds(step)
+        prompts = self._prompts.seconds(step.prompt_tokens, step.prompt_context)
+        if not step.decodes:
+            return self._prompts.base + prompts if step.prompt_tokens else 0.0
+        decode = self._costs.decode(step.decodes, step.decode_context / step.decodes)
+        return decode + max(0.0, prompts - self._hidden)
+
+    def of_read(self, num_tokens: int) -> float:
+        return READ_SECONDS + self._costs.shape.handoff_bytes(num_tokens) / self._bytes_per_s
 
 
 def _check_points(name: str, points: Points) -> None:
@@ -192,17 +255,21 @@ def find_costs(shape: Shape, gpu: str, pp: int, tp: int) -> Costs:
 
 def costs_as_toml(costs: Costs) -> str:
     fields = msgspec.to_builtins(costs)
-    shape = fields.pop("shape")
+    tables = {name: fields.pop(name) for name in ("shape", "under_load")}
     # JSON numbers, strings and arrays are valid TOML.
     lines = [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in fields.items()]
-    lines += ["", "[shape]", *(f"{name} = {msgspec.json.encode(value).decode()}" for name, value in shape.items())]
+    for table, entries in tables.items():
+        if entries is not None:
+            lines += ["", f"[{table}]"]
+            lines += [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in entries.items()]
     return "\n".join(lines) + "\n"
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Points:
     """Sort points and raise each to at least the one before it, since noise can make longer prompts faster."""
-    most, found = 0.0, list[tuple[float, float]]()
+    most = 0.0
+    raised = list[tuple[float, float]]()
     for x, y in sorted(points):
         most = max(most, y)
-        found.append((x, round(most, 4)))
-    return tuple(found)
+        raised.append((x, round(most, 4)))
+    return tuple(raised)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cli.plan.prediction import LEAST_REQUESTS
+from cli.plan.workload import SAMPLES
 from pdserve.config.node_options import KV_CACHE_DTYPES
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.value_types import positive_int
@@ -55,10 +57,25 @@ def make_parser() -> CommandParser:
         type=float,
         default=0.2,
         metavar="F",
-        help="share of each node's capacity to keep free (default 0.2)",
+        help="share of a fleet's capacity to keep free (default 0.2)",
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of arrivals and lengths (default 1)")
+    parser.add_argument(
+        "--requests",
+        type=_sample,
+        default=0,
+        metavar="N",
+        help="requests of each simulation, or the first ones of a trace (default: by nodes and length of outputs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _sample(text: str) -> int:
+    count = positive_int(text)
+    if not LEAST_REQUESTS <= count <= SAMPLES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not within {LEAST_REQUESTS} … {SAMPLES}")
+    return count
 
 
 def _positive(text: str) -> float:

@@ -1,67 +1,73 @@
-"""Find the fewest nodes for a rate, or the highest rate for a number of GPUs."""
+"""Find the fewest nodes for a rate, or the highest rate for a number of GPUs.
+
+Arithmetic bounds the search: a node does no more work than it has time, so fleets below ``least_nodes`` are never
+simulated. Among the others, a fleet suffices if it keeps all limits in a simulation, at a rate that leaves headroom.
+Fleets of more than ``MOST_SIMULATED`` nodes are sized as several smaller ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
 
 import msgspec
 
-from cli.numbers import counted
-from cli.plan.node_load import NodeLoad, PlannedRole
+from cli.numbers import counted, figure
+from cli.plan.prediction import Layout, Prediction, predict
+from cli.plan.predictor import Predictor
 from pdserve.errors import CapacityError
 
-_MOST_NODES = 1 << 14
-_PRECISION = 1e-3  # relative precision of rates
+MOST_SIMULATED = 6  # nodes of a simulated fleet
+_HALVINGS = 4  # halvings of the range of rates: to 6 % of what the nodes' work allows
+_FIRST_SHARE = 0.75  # share of that rate that is simulated first: most fleets serve 60 to 90 % of it
+_BEST_SPLITS = 3  # splits of a number of nodes that are simulated: those whose work allows the highest rate
+_IDLE_SHARE = 0.02  # share of the rate that two nodes' work allows, at which requests hardly meet
+_IDLE_REQUESTS = 40
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A sufficient fleet: ``layout``, or several fleets like the simulated one."""
+
+    layout: Layout
+    prediction: Prediction  # the simulated fleet, at its share of the rate; ``headroom`` is left
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The nodes for a rate, in requests per second."""
+    """Fleets for a rate, in requests per second."""
 
     rate: float
-    prefill: PlannedRole
-    decode: PlannedRole
-    prefill_needs: str  # bottleneck with one prefill node fewer
-    decode_needs: str  # bottleneck with one decode node fewer
-    prefill_carries: float  # highest rate without headroom
-    decode_carries: float
-    prefill_lacks: str  # first bottleneck as the rate grows
-    decode_lacks: str
-    aggregated: PlannedRole | None  # aggregated nodes for the load; None if no number suffices
-    aggregated_lacks: str  # bottleneck of aggregated nodes if no number suffices
-    elastic: PlannedRole | None  # elastic nodes for the load; None if no number suffices
+    split: Fleet  # prefill and decode nodes
+    prefill_needs: str  # what is missed with one prefill node fewer
+    decode_needs: str  # what is missed with one decode node fewer
+    aggregated: Fleet | None  # decode nodes without prefill nodes; None if no number suffices
+    aggregated_lacks: str  # what they miss if no number suffices
+    elastic: Fleet | None  # nodes of both roles; None if no number suffices
+    elastic_lacks: str
 
     @property
     def nodes(self) -> int:
-        return self.prefill.nodes + self.decode.nodes
+        return self.split.layout.nodes
 
 
-def plan_for_rate(load: NodeLoad, rate: float) -> Plan:
+def plan_for_rate(predictor: Predictor, rate: float) -> Plan:
     """Raises CapacityError if no number of nodes suffices."""
-    prefill, prefill_needs = _fewest(lambda nodes: load.on_prefill(rate, nodes), "prefill")
-    decode, decode_needs = _fewest(lambda nodes: load.on_decode(rate, nodes), "decode")
-    aggregated = _fewest_if_any(lambda nodes: load.aggregated(rate, nodes))
-    lacks = "" if aggregated else load.aggregated(rate, _MOST_NODES).lacks
-    full = NodeLoad(load.costs, load.workload, load.slo, msgspec.structs.replace(load.limits, headroom=0.0))
-    prefill_carries, prefill_lacks = _most(lambda at: full.on_prefill(at, prefill.nodes).lacks, rate)
-    decode_carries, decode_lacks = _most(lambda at: full.on_decode(at, decode.nodes).lacks, rate)
-    return Plan(
-        rate=rate,
-        prefill=prefill,
-        decode=decode,
-        prefill_needs=prefill_needs,
-        decode_needs=decode_needs,
-        prefill_carries=prefill_carries,
-        decode_carries=decode_carries,
-        prefill_lacks=prefill_lacks,
-        decode_lacks=decode_lacks,
-        aggregated=aggregated,
-        aggregated_lacks=lacks,
-        elastic=_fewest_if_any(lambda nodes: load.elastic(rate, nodes)),
-    )
+    search = _Search(predictor)
+    search.check_idle()
+    limits = predictor.load.limits
+    full_rate = rate / (1.0 - limits.headroom)
+    if sum(search.least_nodes(full_rate)) <= MOST_SIMULATED:
+        splits = search.fewest_splits(full_rate)
+        if splits:
+            return search.plan(rate, 1.0, splits)
+    split, capacity = search.best_split(MOST_SIMULATED)
+    fleet_rate = (1.0 - limits.headroom) * capacity
+    return search.plan(rate, rate / fleet_rate, [split])
 
 
-def plan_for_gpus(load: NodeLoad, gpus: int) -> Plan:
+def plan_for_gpus(predictor: Predictor, gpus: int) -> Plan:
     """Return the plan for the highest rate that ``gpus`` can serve. Raises CapacityError if they cannot serve any."""
+    load = predictor.load
     nodes = gpus // load.costs.gpus
     if nodes < 2:
         raise CapacityError(
@@ -69,70 +75,185 @@ def plan_for_gpus(load: NodeLoad, gpus: int) -> Plan:
             f"a prefill and a decode node need {2 * load.costs.gpus} GPUs; "
             "with fewer, start decode nodes alone, which also compute prompts"
         )
-    idle = 1e-6  # requests per second; a load that fails at this rate fails at any
-    _fewest(lambda count: load.on_prefill(idle, count), "prefill")
-    _fewest(lambda count: load.on_decode(idle, count), "decode")
-
-    def lacks(rate: float) -> str:
-        for split in range(1, nodes):
-            prefill = load.on_prefill(rate, split)
-            if not prefill.lacks:
-                return load.on_decode(rate, nodes - split).lacks
-        return "nodes"
-
-    rate, _ = _most(lacks, idle)
-    return plan_for_rate(load, rate)
+    search = _Search(predictor)
+    search.check_idle()
+    simulated = min(nodes, MOST_SIMULATED)
+    split, capacity = search.best_split(simulated)
+    times = nodes / simulated
+    prefill = min(nodes - 1, max(1, round(times * split.prefill)))
+    rate = times * (1.0 - load.limits.headroom) * capacity
+    return search.plan(rate, times, [split], Layout(prefill, nodes - prefill))
 
 
-def _fewest(try_out: Callable[[int], PlannedRole], what: str) -> tuple[PlannedRole, str]:
-    """Return the smallest sufficient number of nodes, by bisection, and the bottleneck with one node fewer."""
-    low, high, needs = 0, 1, "a node"
-    while (role := try_out(high)).lacks:
-        low, needs = high, role.lacks
-        if high >= _MOST_NODES:
+class _Search:
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._load = predictor.load
+        self._headroom = predictor.load.limits.headroom
+
+    # ------------------------------------------------------------ bounds
+
+    def highest_rate(self, layout: Layout) -> float:
+        """Return the rate at which the work of the requests takes all time of the nodes of a role."""
+        load = self._load
+        if not layout.prefill:
+            return layout.nodes / (load.prompt_work + load.decode_work)
+        prefill, decode = self._works()
+        return min(layout.prefill / prefill, layout.decode / decode)
+
+    def least_nodes(self, rate: float) -> tuple[int, int]:
+        """Return the prefill and decode nodes that the work of the requests takes at least."""
+        prefill, decode = self._works()
+        return max(1, ceil(rate * prefill - 1e-9)), max(1, ceil(rate * decode - 1e-9))
+
+    def _works(self) -> tuple[float, float]:
+        """Seconds of a prefill and of a decode node per request."""
+        load = self._load
+        return max(load.prompt_work, load.read_work), max(load.decode_work, load.read_work)
+
+    def _bound_by(self, prefill: bool) -> str:
+        """Return what a role lacks below ``least_nodes``."""
+        load = self._load
+        if load.read_work > (load.prompt_work if prefill else load.decode_work):
+            return "network"
+        limit = load.max_batch[1]
+        return "compute" if prefill else "decode steps" if limit == "max-num-seqs" else limit
+
+    def check_idle(self) -> None:
+        """Raise CapacityError if idle nodes miss the SLO: then no number of nodes suffices."""
+        load = self._load
+        if not (load.slo.ttft or load.slo.itl):
+            return
+        layout = Layout(prefill=1, decode=1)
+        rate = _IDLE_SHARE * self.highest_rate(layout)
+        prediction = predict(load, layout, rate, load.draw(_IDLE_REQUESTS))
+        if prediction.missed:
             raise CapacityError(
-                f"no number of {what} nodes suffices: with {_MOST_NODES} the bottleneck is {needs}; {_best(role)}"
+                f"no number of nodes suffices: idle ones miss {prediction.missed}, {_idle_times(prediction)}; "
                 "relax the SLO or choose faster nodes (more tensor shards, another GPU)"
             )
-        high *= 2
-    found = role
-    while high - low > 1:
-        middle = (low + high) // 2
-        role = try_out(middle)
-        if role.lacks:
-            low, needs = middle, role.lacks
-        else:
-            high, found = middle, role
-    return found, needs
+
+    # ------------------------------------------------------------ search
+
+    def fewest_splits(self, rate: float) -> list[Layout]:
+        """Return the sufficient splits of the fewest nodes; empty if more than MOST_SIMULATED are needed."""
+        prefill, decode = self.least_nodes(rate)
+        for nodes in range(prefill + decode, MOST_SIMULATED + 1):
+            layouts = [Layout(first, nodes - first) for first in range(prefill, nodes - decode + 1)]
+            predictions = self._predictor.predict(layouts, rate)
+            if splits := [layout for layout in layouts if not predictions[layout].missed]:
+                return splits
+        return []
+
+    def fewest(self, role: str, rate: float) -> tuple[Layout | None, str]:
+        """Return the smallest sufficient fleet of nodes of one role, and what the largest insufficient one misses.
+
+        The fleet is None if more than MOST_SIMULATED are needed.
+        """
+        lacks = "compute"
+        least = max(1, ceil(rate / self.highest_rate(_of_role(role, 1)) - 1e-9))
+        for nodes in range(least, MOST_SIMULATED + 1):
+            layout = _of_role(role, nodes)
+            missed = self._predictor.predict([layout], rate)[layout].missed
+            if not missed:
+                return layout, lacks
+            lacks = missed
+        return None, lacks
+
+    def best(self, layouts: Sequence[Layout]) -> tuple[Layout, float, str]:
+        """Return the fleet that keeps all limits at the highest rate, that rate, and the limit that it misses beyond.
+
+        The rate is 0 if no fleet keeps them at any. A fleet that misses one where another one keeps all is left out.
+        """
+        low = 0.0
+        high = max(map(self.highest_rate, layouts))
+        lacks = self._bound_by(prefill=True)
+        rate = _FIRST_SHARE * high
+        for _ in range(_HALVINGS):
+            predictions = self._predictor.predict(layouts, rate)
+            sufficient = [layout for layout in layouts if not predictions[layout].missed]
+            if sufficient:
+                layouts = sorted(sufficient, key=lambda layout: self._load.nearness(predictions[layout]))
+                low = rate
+            else:
+                lacks = predictions[layouts[0]].missed
+                high = rate
+            rate = (low + high) / 2
+        return layouts[0], low, lacks
+
+    def best_split(self, nodes: int) -> tuple[Layout, float]:
+        """Return the split of so many nodes that serves the highest rate, and that rate. Raises CapacityError."""
+        layouts = [Layout(prefill, nodes - prefill) for prefill in range(1, nodes)]
+        layouts.sort(key=self.highest_rate, reverse=True)
+        split, rate, lacks = self.best(layouts[:_BEST_SPLITS])
+        if not rate:
+            raise CapacityError(
+                f"{counted(nodes, 'node')} cannot keep the limits at any rate: they miss {lacks}; "
+                "relax the SLO, take more nodes or faster ones"
+            )
+        return split, rate
+
+    # ------------------------------------------------------------ the plan
+
+    def plan(self, rate: float, times: float, splits: Sequence[Layout], split_layout: Layout | None = None) -> Plan:
+        """Plan fleets for a rate. ``splits`` suffice for ``1 / times`` of it; the best one is taken ``times`` times.
+
+        ``split_layout`` is then taken in its place, if the number of nodes is given.
+        """
+        with ThreadPoolExecutor(3) as threads:
+            aggregated = threads.submit(self._fleet_of_role, "decode", rate, times)
+            elastic = threads.submit(self._fleet_of_role, "both", rate, times)
+            predictions = self._predictor.predict(splits, rate / times)
+            split = min(splits, key=lambda layout: self._load.nearness(predictions[layout]))
+            prefill_needs = self._missed_without(split, Layout(prefill=1), rate / times)
+            decode_needs = self._missed_without(split, Layout(decode=1), rate / times)
+            aggregated_fleet, aggregated_lacks = aggregated.result()
+            elastic_fleet, elastic_lacks = elastic.result()
+        return Plan(
+            rate=rate,
+            split=Fleet(layout=split_layout or _times(split, times), prediction=predictions[split]),
+            prefill_needs=prefill_needs,
+            decode_needs=decode_needs,
+            aggregated=aggregated_fleet,
+            aggregated_lacks=aggregated_lacks,
+            elastic=elastic_fleet,
+            elastic_lacks=elastic_lacks,
+        )
+
+    def _fleet_of_role(self, role: str, rate: float, times: float) -> tuple[Fleet | None, str]:
+        """Return the smallest fleet of nodes of one role for a rate, and what a smaller one misses."""
+        full_rate = rate / times / (1.0 - self._headroom)
+        layout, lacks = self.fewest(role, full_rate)
+        if layout is None:
+            layout, capacity, lacks = self.best([_of_role(role, MOST_SIMULATED)])
+            if not capacity:
+                return None, lacks
+            times *= full_rate / capacity
+        prediction = self._predictor.predict([layout], rate / times)[layout]
+        return Fleet(layout=_times(layout, times), prediction=prediction), lacks
+
+    def _missed_without(self, split: Layout, node: Layout, rate: float) -> str:
+        """Return what a split misses without one of its nodes."""
+        full_rate = rate / (1.0 - self._headroom)
+        layout = Layout(split.prefill - node.prefill, split.decode - node.decode)
+        prefill, decode = self.least_nodes(full_rate)
+        if layout.prefill < prefill or layout.decode < decode:
+            return self._bound_by(prefill=node.prefill == 1)
+        return self._predictor.predict([layout], full_rate)[layout].missed
 
 
-def _fewest_if_any(try_out: Callable[[int], PlannedRole]) -> PlannedRole | None:
-    try:
-        return _fewest(try_out, "such")[0]
-    except CapacityError:
-        return None
+def _of_role(role: str, nodes: int) -> Layout:
+    return Layout(decode=nodes) if role == "decode" else Layout(both=nodes)
 
 
-def _best(role: PlannedRole) -> str:
-    parts = [
-        f"{name} p{p} is {1e3 * s:.0f} ms"
-        for name, of in (("TTFT", role.ttft), ("ITL", role.itl))
-        for p, s in of.items()
-    ]
-    return f"when idle, {', '.join(parts)}; " if parts else ""
+def _times(layout: Layout, times: float) -> Layout:
+    """Return a fleet of so many times as many nodes, rounded up."""
+    return Layout(*(ceil(times * nodes - 1e-9) for nodes in layout))
 
 
-def _most(lacks: Callable[[float], str], enough: float) -> tuple[float, str]:
-    """Return the highest rate without a bottleneck, starting from a feasible one, and the bottleneck beyond it."""
-    low, high = enough, 2 * enough
-    while not (word := lacks(high)):
-        low, high = high, 2 * high
-    if low == enough and lacks(low):
-        return 0.0, lacks(low)
-    while high - low > _PRECISION * low:
-        middle = (low + high) / 2
-        if found := lacks(middle):
-            high, word = middle, found
-        else:
-            low = middle
-    return low, word
+def _idle_times(prediction: Prediction) -> str:
+    return ", ".join(
+        f"{name} p{percent} is {figure(1e3 * seconds)} ms"
+        for name, times in (("TTFT", prediction.ttft), ("ITL", prediction.itl))
+        for percent, seconds in times.items()
+    )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import NormalDist, fmean
 
 import msgspec
 
+from cli.virtual_fleet.jobs import Job, Run
 from pdserve.errors import ConfigError, shown
 
 BLOCK = 512  # tokens per hash id of a trace
@@ -30,6 +31,19 @@ class Workload:
     cached: tuple[int, ...]  # prompt tokens found in a prefix cache
     outputs: tuple[int, ...]  # tokens, at least 1
     gaps: tuple[float, ...]  # time since the previous request, in mean gaps
+    shared: tuple[tuple[Run, ...], ...]  # beginnings of prompts: the same runs are the same tokens
+
+    def first(self, count: int) -> Workload:
+        """Return the first ``count`` requests, or all if there are fewer."""
+        return Workload(
+            self.prompts[:count], self.cached[:count], self.outputs[:count], self.gaps[:count], self.shared[:count]
+        )
+
+    def jobs(self, rate: float) -> list[Job]:
+        """Return the requests for a virtual fleet, at ``rate`` requests per second."""
+        times = accumulate(gap / rate for gap in self.gaps)
+        fields = zip(times, self.prompts, self.outputs, self.shared, strict=True)
+        return [Job(at, prompt, output, shared) for at, prompt, output, shared in fields]
 
     @cached_property
     def mean_prompt(self) -> float:
@@ -86,39 +100,49 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
 def workload_of_trace(requests: Sequence[TraceRequest]) -> tuple[Workload, float]:
     """Return the workload of a trace and its requests per second.
 
-    Cached prompt tokens assume one unlimited cache for all nodes.
+    Cached prompt tokens assume one unlimited cache for all nodes. Virtual fleets have caches of their own.
     """
     if len(requests) < 2 or requests[-1].at <= requests[0].at:
         raise ConfigError(f"the trace has {len(requests)} requests at one time; it needs two at different times")
-    seen, cached = set[int](), list[int]()
+    contents: dict[int, int] = {}  # token ids by hash id
+    cached = list[int]()
     for request in requests:
-        known = 0
+        new = next((index for index, number in enumerate(request.hash_ids) if number not in contents), None)
+        blocks = len(request.hash_ids) if new is None else new
+        cached.append(min(blocks * BLOCK, request.input_length - 1))
         for number in request.hash_ids:
-            if number not in seen:
-                break
-            known += 1
-        seen.update(request.hash_ids)
-        cached.append(min(known * BLOCK, request.input_length - 1))
+            contents.setdefault(number, len(contents))
     mean = (requests[-1].at - requests[0].at) / (len(requests) - 1)
     times = [requests[0].at - mean, *(request.at for request in requests)]
     gaps = tuple(max(0.0, after - before) / mean for before, after in pairwise(times))
     prompts = tuple(request.input_length for request in requests)
     outputs = tuple(max(1, request.output_length) for request in requests)
-    return Workload(prompts, tuple(cached), outputs, gaps), 1.0 / mean
+    shared = tuple(_runs(request, contents) for request in requests)
+    return Workload(prompts, tuple(cached), outputs, gaps, shared), 1.0 / mean
+
+
+def _runs(request: TraceRequest, contents: Mapping[int, int]) -> tuple[Run, ...]:
+    sizes = (min(BLOCK, request.input_length - begin) for begin in range(0, request.input_length, BLOCK))
+    return tuple(Run(contents[number], size) for number, size in zip(request.hash_ids, sizes, strict=False))
 
 
 def workload_of(
     prompt_tokens: str, output_tokens: str, cached_share: float, samples: int = SAMPLES, seed: int = 1
 ) -> Workload:
-    """Return a workload with Poisson arrivals and independent lengths (see ``quantiles``)."""
+    """Return a workload with Poisson arrivals and independent lengths (see ``quantiles``).
+
+    The cached share of each prompt is the beginning of one long text, which fills the prefix cache of each node.
+    """
     if not 0.0 <= cached_share < 1.0:
         raise ConfigError(f"cached share {cached_share:g} is not within 0 … 1; the last token is never cached")
     rng = random.Random(seed)
-    prompts, outputs = (_drawn(quantiles(text), samples, rng) for text in (prompt_tokens, output_tokens))
+    prompts = _drawn(quantiles(prompt_tokens), samples, rng)
+    outputs = _drawn(quantiles(output_tokens), samples, rng)
     drawn = [rng.expovariate(1.0) for _ in range(samples)]
     mean = fmean(drawn)
     cached = tuple(int(cached_share * prompt) for prompt in prompts)
-    return Workload(prompts, cached, outputs, tuple(gap / mean for gap in drawn))
+    shared = tuple((Run(0, count),) if count else () for count in cached)
+    return Workload(prompts, cached, outputs, tuple(gap / mean for gap in drawn), shared)
 
 
 def _drawn(quantile: Callable[[float], float], samples: int, rng: random.Random) -> tuple[int, ...]:

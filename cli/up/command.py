@@ -20,11 +20,11 @@ from cli.up.restarts import MAX_FAILURES
 from cli.up.startup_display import Display, serving_display, starting_display
 from cli.up.supervisor import Changed, Child, Died, Printed, Supervisor
 from cli.up.welcome import print_welcome
-from pdserve.bytecode import warn_of_missing_bytecode
 from pdserve.checkpoint.files import read_text
 from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError
+from pdserve.host.bytecode import warn_of_missing_bytecode
+from pdserve.host.process import EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit, run_command
 from pdserve.logs import setup_logging
-from pdserve.process import EXIT_INTERRUPTED, EXIT_REFUSED, describe_exit, run_command
 from pdserve.rpc.address import probe_port
 from pdserve.rpc.tls import load_chain
 from router.gate.keys import KeyFile

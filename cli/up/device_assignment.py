@@ -17,7 +17,8 @@ def with_parallel_sizes(options: NodeOptions, pp: int | None, tp: int | None) ->
     A node with whole experts per shard keeps them: its ``ep`` is its ``tp``.
     """
     ep = options.ep if tp in (None, options.tp) or options.ep == 1 else tp
-    pp, tp = pp or options.pp, tp or options.tp
+    pp = pp or options.pp
+    tp = tp or options.tp
     return msgspec.structs.replace(
         options,
         pp=pp,

@@ -149,4 +149,4 @@ def words_of_action(action: argparse.Action, value: object) -> list[str]:
     if action.nargs == 0:
         return [flag]
     values = value if isinstance(value, list) else [value]
-    return [word for each in values for word in (flag, str(each))]
+    return [word for item in values for word in (flag, str(item))]

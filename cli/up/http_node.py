@@ -26,8 +26,8 @@ from pdserve.errors import ConfigError
 from pdserve.flags.declaration import options_from, words_of
 from pdserve.flags.parser import CommandParser
 from pdserve.flags.value_types import port_number
+from pdserve.host.process import StatusWriter, run_command, watch_lifeline
 from pdserve.logs import setup_logging
-from pdserve.process import StatusWriter, run_command, watch_lifeline
 from router.options import add_router_flags
 
 #: Flags of the router that follow from the node's.

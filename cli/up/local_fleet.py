@@ -20,7 +20,7 @@ from pdserve.config.device import find_gpus, node_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions, node_options_from, node_words
 from pdserve.config.resolve import resolve
-from pdserve.cpus import usable_cpus
+from pdserve.host.cpus import usable_cpus
 
 LOCAL = "127.0.0.1"  # nodes listen here
 
@@ -36,7 +36,8 @@ class FleetPlan(NamedTuple):
     @classmethod
     def of(cls, args: argparse.Namespace) -> FleetPlan:
         """Raises ConfigError or CapacityError if some node could not run with these flags."""
-        options, gpus = node_options_from(args), len(find_gpus())
+        options = node_options_from(args)
+        gpus = len(find_gpus())
         on_gpus = nodes_on_gpus(options, gpus)
         has_both_roles = args.elastic or args.nodes or (on_gpus and flag_of_split_roles(args) is None)
         prefill = [with_parallel_sizes(options, args.prefill_pp, args.prefill_tp)] * (args.prefill or 1)
@@ -44,15 +45,19 @@ class FleetPlan(NamedTuple):
         elastic = [options] * (args.nodes or on_gpus or 2) if has_both_roles else []
         config = _resolve(elastic[0] if elastic else prefill[0])
         if config.pooling is not None:  # prefill nodes alone serve it
-            prefill, decode, elastic = elastic or prefill, [], []
+            prefill = elastic or prefill
+            decode = []
+            elastic = []
         elif elastic:
-            prefill, decode = [], []
+            prefill = []
+            decode = []
         model = {"model": config.model_dir, "served_model_name": config.served_model_name}
         nodes = [msgspec.structs.replace(node, **model) for node in (*prefill, *decode, *elastic)]
         nodes = assign_devices(nodes, gpus, usable_cpus())
         for node in nodes:
             _resolve(node)
-        first, last = len(prefill), len(prefill) + len(decode)
+        first = len(prefill)
+        last = len(prefill) + len(decode)
         return cls(nodes[:first], nodes[first:last], nodes[last:], config)
 
 
@@ -130,7 +135,7 @@ class LocalFleet:
 
     def restart(self, child: Child, now: float) -> float:
         """Start a process that died again, later. Return the delay in seconds; 0 if it has failed too often."""
-        member = next(each for each in [*self.nodes, self._router] if each.child is child)
+        member = next(member for member in [*self.nodes, self._router] if member.child is child)
         may = member.restarts.died(now, now - child.ready_at if child.ready_at else 0.0)
         return member.restarts.delay if may else 0.0
 

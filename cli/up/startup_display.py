@@ -10,8 +10,8 @@ from itertools import filterfalse
 from typing import TYPE_CHECKING
 
 from cli.up.supervisor import Child
+from pdserve.host.process import EXIT_REFUSED
 from pdserve.logs import chosen_format, level_of, relayed_line, relayed_text, request_fields
-from pdserve.process import EXIT_REFUSED
 
 if TYPE_CHECKING:
     from rich.table import Table

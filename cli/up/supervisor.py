@@ -3,7 +3,7 @@
 Each child leads a session of its own. So Ctrl-C reaches only the parent, which stops the children in order, and the
 parent can kill a child's whole process group (a node's engine too). A child gets
 
-    status fd     to write one JSON object per line: listening, loading, ready, failed (pdserve/process.py)
+    status fd     to write one JSON object per line: listening, loading, ready, failed (pdserve/host/process.py)
     lifeline fd   the child ends when this pipe closes, so it never outlives its parent
     stdout+stderr one pipe; the parent relays each line under the child's name
 """
@@ -45,7 +45,8 @@ class _Lines:
         data = os.read(self.fd, 65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if not data and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
+            lines = [*lines, self._rest]
+            self._rest = b""
         return [line.decode(errors="replace") for line in lines], not data
 
 
@@ -76,13 +77,20 @@ class Child:
             case "listening":
                 self.address = status["address"]
             case "loading":
-                self.state, self.stage, self.fraction = "loading", status["stage"], status["fraction"]
+                self.state = "loading"
+                self.stage = status["stage"]
+                self.fraction = status["fraction"]
             case "ready":
-                self.state, self.stage, self.fraction = "ready", "", -1.0
-                self.kv_tokens, self.ready_at = status["kv_tokens"], time.monotonic()
+                self.state = "ready"
+                self.stage = ""
+                self.fraction = -1.0
+                self.kv_tokens = status["kv_tokens"]
+                self.ready_at = time.monotonic()
             case "failed":
-                self.state, self.error = "failed", status["error"]
-                self.failed_with, self.failed_at = status["status"], time.monotonic()
+                self.state = "failed"
+                self.error = status["error"]
+                self.failed_with = status["status"]
+                self.failed_at = time.monotonic()
 
     @property
     def running(self) -> bool:

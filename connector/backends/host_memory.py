@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from connector.backends.lane import Lane
 from connector.setup import ConnectorSetup
-from pdserve import memory
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.errors import PdserveError
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.kv import KVLayout, KVRegion
-from pdserve.process import log_failure
-from pdserve.state import RankStates
+from pdserve.host import memory_limits
+from pdserve.host.process import log_failure
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.states import RankStates
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class _Area:
 
     def place(self, item: int) -> HostPlace:
         piece, index = divmod(item, self.per_piece)
-        size, address = self.item_bytes, self.pieces[piece]
+        size = self.item_bytes
+        address = self.pieces[piece]
         piece_bytes = size * min(self.per_piece, self.num_items - piece * self.per_piece)
         return HostPlace(address + index * size, size, address, piece_bytes)
 
@@ -143,8 +144,10 @@ class _Results:
         if not self._ended and self._room is None:
             return (), ()
         with self._lock:
-            ended, self._ended = tuple(self._ended), []
-            room, self._room = self._room, None
+            ended = tuple(self._ended)
+            self._ended = []
+            room = self._room
+            self._room = None
         return ended, () if room is None else (room,)
 
 
@@ -217,15 +220,17 @@ class CopyingHostMemory(ABC):
                 while area.next_bytes and not self._closed:
                     problem = self._add_piece(area)
                     if problem:
-                        sizes = (each.num_ready * each.item_bytes / 2**30 for each in self._areas)
+                        sizes = (area.num_ready * area.item_bytes / 2**30 for area in self._areas)
                         _log.warning("host memory for KV stays at %.2f GiB: %s", sum(sizes), problem)
                         return
-                    self._results.grown(HostRoom(*(each.num_ready for each in self._areas)))
+                    self._results.grown(HostRoom(*(area.num_ready for area in self._areas)))
         except Exception as exc:
             log_failure(_log, exc)
 
     def _add_piece(self, area: _Area) -> str:
-        size, free, usable = area.next_bytes, memory.free_memory(), memory.usable_memory()
+        size = area.next_bytes
+        free = memory_limits.free_memory()
+        usable = memory_limits.usable_memory()
         reserve = min(_RESERVE, (usable or 0) // 32)
         if free is not None and size + reserve > free:
             return f"{free / 2**30:.2f} GiB of memory are free on this host; lower --host-kv-memory"
@@ -263,7 +268,8 @@ class CpuHostMemory(CopyingHostMemory):
 
     def _copy(self, moves: Sequence[Move], load: bool) -> None:
         for area, begin, piece, piece_begin, num_bytes in moves:
-            device, host = area.region.address + begin, area.pieces[piece] + piece_begin
+            device = area.region.address + begin
+            host = area.pieces[piece] + piece_begin
             ctypes.memmove(*((device, host) if load else (host, device)), num_bytes)
 
 
@@ -342,7 +348,8 @@ class SimulatedHostMemory:
         return self._results.poll()
 
     def close(self) -> None:
-        lanes, self._lanes = self._lanes, {}
+        lanes = self._lanes
+        self._lanes = {}
         for lane in lanes.values():
             lane.close()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from connector.completion_queue import CompletionQueue
 from connector.planning.rank_mapping import LocalRank
 from connector.setup import ConnectorSetup
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
 from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV
 
 

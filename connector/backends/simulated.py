@@ -7,9 +7,9 @@ import time
 from connector.serial_connector import SerialConnector
 from connector.setup import ConnectorSetup
 from pdserve.config.simulated_costs import SimulatedCosts
+from pdserve.kv.states import NO_SLOT
+from pdserve.kv.transports import UNKNOWN, Connected
 from pdserve.records import KVRead, Peer, ReadResult
-from pdserve.state import NO_SLOT
-from pdserve.transports import UNKNOWN, Connected
 
 
 class SimulatedConnector(SerialConnector):

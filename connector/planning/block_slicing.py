@@ -1,6 +1,6 @@
 """Block slicing: which bytes of a remote block go where in a local block. Computed once per pair of ranks.
 
-A page is ``[heads, layers, planes, tokens, head_dim]`` (pdserve/kv.py), and a block is some consecutive pages. The part
+A page is ``[heads, layers, planes, tokens, head_dim]`` (``KVLayout``), and a block is some consecutive pages. The part
 that two ranks have in common splits into byte ranges at each outer axis that is not whole on both sides:
 
     equal layouts and parts          the block is one range
@@ -9,7 +9,7 @@ that two ranks have in common splits into byte ranges at each outer axis that is
     other page size                  one range per head, layer, plane and run of tokens within one page of both sides
     packed specs                     one range; rank_mapping.py refuses peers with another part or page size
 
-With several KV cache groups (pdserve/kv_groups.py), blocks of each group have their own slices if the two ranks differ
+With several KV cache groups (pdserve/kv/groups.py), blocks of each group have their own slices if the two ranks differ
 in their layers: a layer's index in a block depends on the other layers of its rank.
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout, KVShare
+from pdserve.kv.layout import KVLayout, KVShare
 
 Offsets = NDArray[np.int64]
 

@@ -21,9 +21,9 @@ from connector.planning.block_slicing import BlockSlices, slice_blocks
 from connector.planning.regions import check_region
 from connector.planning.state_mapping import slice_states
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import KVLayout, KVRegion, KVShare
+from pdserve.kv.states import NO_SLOT, RankStates
 from pdserve.records import KVRead, Peer, RankKV
-from pdserve.state import NO_SLOT, RankStates
 
 MAX_DESCRIPTORS = 2**31 - 1  # block and descriptor numbers are int32
 
@@ -42,14 +42,14 @@ class SourceRank(NamedTuple):
 
     def parts(self, ours: RankKV) -> list[SourcePart]:
         """Return what comes from this rank: parts of blocks, of states, or both. ``ours`` is the local rank."""
-        found = []
+        parts = []
         if self.slices:
-            found.append(SourcePart(self.slices, ours.region, self.rank.region, of_states=False))
+            parts.append(SourcePart(self.slices, ours.region, self.rank.region, of_states=False))
         if self.state_slices:
             assert ours.states is not None
             assert self.rank.states is not None
-            found.append(SourcePart(self.state_slices, ours.states.region, self.rank.states.region, of_states=True))
-        return found
+            parts.append(SourcePart(self.state_slices, ours.states.region, self.rank.states.region, of_states=True))
+        return parts
 
 
 class SourcePart(NamedTuple):
@@ -79,7 +79,7 @@ class LocalRank(NamedTuple):
     def share(self) -> KVShare | None:
         """The part that this rank announces to peers; None for the whole model, without layers that make drafts."""
         return (
-            self.shares[self.rank] if len(self.shares) > 1 or any(each.draft_layers for each in self.shares) else None
+            self.shares[self.rank] if len(self.shares) > 1 or any(share.draft_layers for share in self.shares) else None
         )
 
     def source_ranks(self, layout: KVLayout, peer: Peer) -> tuple[SourceRank, ...]:
@@ -101,16 +101,16 @@ class LocalRank(NamedTuple):
         needed = [share for share in replicas if _overlap(ours, share)]
         _check_cover(ours, needed, peer)
         states = slice_states(self.states, peer)
-        found = []
+        sources = []
         for share in needed:
             num_earlier_readers = sum(_overlap(other, share) for other in shares[: self.rank])
             source = replicas[share][num_earlier_readers % len(replicas[share])]
             slices = slice_blocks(layout, ours, source.layout, share)
-            found.append(SourceRank(source, slices, states.pop(source.agent, ())))
+            sources.append(SourceRank(source, slices, states.pop(source.agent, ())))
             with naming_rank(peer, source):
-                _check_descriptors(layout, source.layout, found[-1].num_ranges)
-        found += [SourceRank(rank, (), states[rank.agent]) for rank in peer.ranks if rank.agent in states]
-        return tuple(found)
+                _check_descriptors(layout, source.layout, sources[-1].num_ranges)
+        sources += [SourceRank(rank, (), states[rank.agent]) for rank in peer.ranks if rank.agent in states]
+        return tuple(sources)
 
 
 def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
@@ -132,7 +132,8 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
     for field, here, there in fields:
         if here != there:
             raise PeerError(f"KV layouts differ in {field}: {here} here, {there} at the peer; start both nodes alike")
-    cached, held = (theirs.layout.num_layers, theirs.layout.num_kv_heads), _room_for(layout, part)
+    cached = (theirs.layout.num_layers, theirs.layout.num_kv_heads)
+    held = _room_for(layout, part)
     if cached != held:
         raise PeerError(f"a rank of the peer has room for {cached} layers and KV heads, but says it holds {held}")
     if not 1 <= theirs.layout.num_blocks <= MAX_DESCRIPTORS:
@@ -199,7 +200,8 @@ def _check_cover(ours: KVShare, needed: Sequence[KVShare], peer: Peer) -> None:
         held[_layers(share), _heads(share)] += 1
     held[ours.model_layers :] += held[ours.model_layers :] == 0
     for layer, head in np.argwhere(held[_layers(ours), _heads(ours)] != 1)[:1]:
-        layer, head = layer + ours.first_layer, head + ours.first_head
+        layer += ours.first_layer
+        head += ours.first_head
         raise PeerError(
             f"layer {layer} of KV head {head} is held by {held[layer, head]} different shares of peer {peer.node_id} "
             f"with {len(peer.ranks)} ranks, instead of 1; its ranks must split the model without gaps and overlaps"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.errors import PeerError
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 
 DEVICES = ("cpu", "cuda")
 ADDRESS_SPACE = 2**64  # bytes

@@ -11,8 +11,8 @@ import numpy as np
 from connector.planning.block_slicing import BlockRanges, BlockSlices
 from connector.planning.regions import check_region
 from pdserve.errors import PeerError
+from pdserve.kv.states import RankStates
 from pdserve.records import Peer
-from pdserve.state import RankStates
 
 MAX_SLOTS = 2**31 - 1  # slot numbers are int32
 
@@ -22,7 +22,7 @@ def slice_states(ours: RankStates | None, peer: Peer) -> dict[str, tuple[BlockSl
 
     Raises PeerError, naming both values, if the nodes do not fit.
     """
-    found = {}
+    slices = {}
     held = np.zeros(0 if ours is None else ours.share.num_layers, np.int64)
     for rank in peer.ranks:
         theirs = rank.states
@@ -32,11 +32,12 @@ def slice_states(ours: RankStates | None, peer: Peer) -> dict[str, tuple[BlockSl
                 raise PeerError(f"{here} recurrent state here, {there} recurrent state at the peer; start both alike")
             continue
         _check_compatible(ours, theirs)
-        mine, its = ours.share, theirs.share
+        mine = ours.share
+        its = theirs.share
         start = max(mine.first_layer, its.first_layer)
         end = min(mine.first_layer + mine.num_layers, its.first_layer + its.num_layers)
         if its.shard == mine.shard and start < end:
-            found[rank.agent] = (BlockSlices(_ranges(ours, start, end), _ranges(theirs, start, end)),)
+            slices[rank.agent] = (BlockSlices(_ranges(ours, start, end), _ranges(theirs, start, end)),)
             held[start - mine.first_layer : end - mine.first_layer] += 1
     if ours is not None and (held != 1).any():
         layer = int(np.argmax(held != 1))
@@ -44,11 +45,12 @@ def slice_states(ours: RankStates | None, peer: Peer) -> dict[str, tuple[BlockSl
             f"recurrent layer {layer + ours.share.first_layer} is held by {held[layer]} ranks of peer {peer.node_id}, "
             "instead of 1; its ranks must split the model without gaps and overlaps"
         )
-    return found
+    return slices
 
 
 def _check_compatible(ours: RankStates, theirs: RankStates) -> None:
-    here, there = _fields(ours), _fields(theirs)
+    here = _fields(ours)
+    there = _fields(theirs)
     for name in here:
         if here[name] != there[name]:
             raise PeerError(
@@ -71,8 +73,10 @@ def _fields(states: RankStates) -> dict[str, object]:
 
 
 def _ranges(states: RankStates, start: int, end: int) -> BlockRanges:
-    layer_bytes, layout = states.layout.spec.layer_bytes, states.layout
-    offset, num_bytes = (start - states.share.first_layer) * layer_bytes, (end - start) * layer_bytes
+    layer_bytes = states.layout.spec.layer_bytes
+    layout = states.layout
+    offset = (start - states.share.first_layer) * layer_bytes
+    num_bytes = (end - start) * layer_bytes
     return BlockRanges(
         np.array([offset], np.int64), np.array([num_bytes], np.int64), layout.slot_bytes, layout.num_slots
     )

@@ -50,9 +50,10 @@ def plan_read(read: KVRead, slices: Sequence[BlockSlices], max_bytes: int) -> li
     groups = np.array(read.groups, dtype=np.int32)
     assert len(groups) == len(local_ids), "a read names the group of each block"
     chunks: list[ReadChunk] = []
-    for group, each in enumerate(slices):
-        if each.num_ranges:  # else the rank has no layers of this group
-            chunks += _plan_blocks(group, each, local_ids[groups == group], remote_ids[groups == group], max_bytes)
+    for group, group_slices in enumerate(slices):
+        if group_slices.num_ranges:  # else the rank has no layers of this group
+            mask = groups == group
+            chunks += _plan_blocks(group, group_slices, local_ids[mask], remote_ids[mask], max_bytes)
     return chunks
 
 
@@ -64,7 +65,8 @@ def _plan_blocks(
     Blocks are sorted by local id. These are unique, so all ranges that can merge become neighbours.
     """
     order = np.argsort(local_ids)
-    local_ids, remote_ids = local_ids[order], remote_ids[order]
+    local_ids = local_ids[order]
+    remote_ids = remote_ids[order]
     merges = _count_merges(slices, local_ids, remote_ids)
     step = max(1, max_bytes // slices.num_bytes)
     chunks = []

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from pdserve.config.parallel import ParallelConfig
-from pdserve.disk_kv import DiskEvent, DiskLate, DiskListing, DiskOrder, DiskResult
-from pdserve.host_copies import CopyResult, HostRoom
-from pdserve.kv import KVShare
+from pdserve.kv.disk_transfers import DiskEvent, DiskLate, DiskListing, DiskOrder, DiskResult
+from pdserve.kv.host_copies import CopyResult, HostRoom
+from pdserve.kv.layout import KVShare
+from pdserve.kv.transports import Connected, combine
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     DigestOrder,
@@ -30,7 +31,6 @@ from pdserve.records import (
     ReadResult,
     StepOutput,
 )
-from pdserve.transports import Connected, combine
 
 ResultT = TypeVar("ResultT", ReadResult, CopyResult)
 

@@ -26,13 +26,13 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.host_kv import host_room
 from pdserve.config.triton_hosts import without_triton
 from pdserve.errors import CapacityError
+from pdserve.host.process import EXIT_FAILED
 from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Progress, Ready
-from pdserve.process import EXIT_FAILED
+from pdserve.kv.states import RankStates
 from pdserve.protocols import ModelRunner, WeightSource
 from pdserve.records import RankKV
 from pdserve.rpc.address import join_address, split_address
-from pdserve.state import RankStates
 from pdserve.weights.change import HostDigests
 from pdserve.weights.sharing import RankWeights, WeightPeer
 

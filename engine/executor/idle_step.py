@@ -7,9 +7,9 @@ from time import perf_counter
 
 from engine.executor.rank import Ranks
 from engine.executor.step_pipeline import StepPipeline
+from pdserve.kv.states import NO_SLOT
 from pdserve.records import NO_STEP, TOKEN_BYTES, NewSequence, ScheduledSequence, StepPlan
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
 
 _STEPS = 16
 _SECONDS = 0.25  # on slow devices fewer steps are enough

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.disk_kv import AnyDiskOrder, DiskEvent
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
-from pdserve.kv import KVLayout
+from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import StateLayout
 from pdserve.pausing import Pausing, complete
 from pdserve.protocols import DiskKV, HostMemory, KVConnector, ModelRunner, PendingDigests, PendingStep, WeightSource
 from pdserve.records import EMPTY_OUTPUT, KVConnectorOrders, KVConnectorOutput, ModelRunnerOutput, StepPlan
-from pdserve.state import StateLayout
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import RankWeights
 

@@ -26,7 +26,7 @@ import msgspec
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.parallel import ParallelConfig
 from pdserve.ipc.messages import Failed, Heartbeat, Shutdown
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from pdserve.records import KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
 from pdserve.weights.change import FileStates, HostDigests, WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer

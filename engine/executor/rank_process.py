@@ -31,10 +31,10 @@ from engine.executor.rank_messages import Assign, ChangeRank, FromRank, RankOutp
 from engine.heartbeat_sender import HeartbeatSender, LoopTimer
 from pdserve.config.config_with_weights import host_digests
 from pdserve.errors import CheckpointError
+from pdserve.host.process import EXIT_ORPHANED, end_with_parent, exit_status, log_failure
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Failed, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
-from pdserve.process import EXIT_ORPHANED, end_with_parent, exit_status, log_failure
 from pdserve.records import EMPTY_OUTPUT
 
 _log = logging.getLogger(__name__)

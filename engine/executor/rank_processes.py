@@ -27,10 +27,10 @@ import msgspec
 
 from engine.executor.rank_messages import FromRank, RankOutput, RankReady, ToRank
 from pdserve.config.parallel import RankPosition
+from pdserve.host.process import describe_exit, killed_from_outside, log_failure
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.ipc.messages import Failed, Heartbeat, Shutdown
-from pdserve.process import describe_exit, killed_from_outside, log_failure
 from pdserve.records import ModelRunnerOutput
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import RankPosition
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError, NodeError
-from pdserve.process import EXIT_ORPHANED, EXIT_REFUSED, StatusWriter, describe_exit
+from pdserve.host.process import EXIT_ORPHANED, EXIT_REFUSED, StatusWriter, describe_exit
 
 _log = logging.getLogger(__name__)
 

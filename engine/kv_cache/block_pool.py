@@ -8,7 +8,7 @@ A block may have several users, such as a prefix that one request holds and anot
 strongest use: quarantined before leased before held. So ``free + held + leased + quarantined = total`` always holds.
 A free block may still be cached: its content is found by hash until the block is allocated again.
 
-With several KV cache groups (pdserve/kv_groups.py), a block belongs to the group that it is cached for. A prefix is
+With several KV cache groups (pdserve/kv/groups.py), a block belongs to the group that it is cached for. A prefix is
 cached if every group has it: full groups all of its blocks, the others the blocks in the window before its end.
 """
 
@@ -23,7 +23,7 @@ from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.free_runs import FreeRuns
 from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.kv_events import KVEvents
-from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, Windows, first_seen
+from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups, Windows, first_seen
 
 ONE_GROUP = KVCacheGroups()
 

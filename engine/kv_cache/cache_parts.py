@@ -10,7 +10,7 @@ from engine.kv_cache.cache_report import CacheReport
 from engine.kv_cache.digest_orders import DigestOrders
 from engine.kv_cache.states import States
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Batch, Totals
+from pdserve.ipc.messages import EventBatch, Totals
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class CacheParts:
     """One node's objects."""
 
     pool: BlockPool
-    events: Batch
+    events: EventBatch
     block_size: int  # tokens
     states: States = field(default_factory=States)
     meter: StepCostMeter = field(default_factory=StepCostMeter)

@@ -1,6 +1,6 @@
 """Manages the KV blocks of sequences: finds cached ones, allocates fresh ones, caches full ones, frees all.
 
-A sequence has a block table per KV cache group (pdserve/kv_groups.py). Full groups get blocks for all of its tokens
+A sequence has a block table per KV cache group (pdserve/kv/groups.py). Full groups get blocks for all of its tokens
 when it is admitted. Groups with a window get them step by step, for the tokens that a step computes; a block behind
 the window is freed when the steps that see it have ended, and stays in the prefix cache:
 
@@ -23,8 +23,8 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.revocation import Lacking, Shortage
 from engine.kv_cache.states import States
 from engine.sequence import Sequence
-from pdserve.kv_groups import NULL_BLOCK, first_block, first_seen, window_blocks
-from pdserve.state import NO_SLOT, StateOrders
+from pdserve.kv.groups import NULL_BLOCK, first_block, first_seen, window_blocks
+from pdserve.kv.states import NO_SLOT, StateOrders
 
 
 class _Allocation(NamedTuple):

@@ -1,6 +1,6 @@
 """Slots of recurrent state: the use of each one, and snapshots for prefix hits.
 
-A model with recurrent layers keeps one state per sequence, which every step overwrites (pdserve/state.py). The KV of a
+A model with recurrent layers keeps one state per sequence, which every step overwrites (``StateLayout``). The KV of a
 cached prefix is of use only with the state at its end, so states are copied at some block boundaries:
 
     sequence   own slot ──steps──► … ──ended──► free
@@ -32,7 +32,7 @@ from engine.kv_cache.block_pool import Use
 from engine.kv_cache.states import States
 from engine.sequence import Sequence
 from engine.sequence_state import SequenceState
-from pdserve.state import LEAST_SLOTS, NO_SLOT, StateOrders, StateSnapshot, handoff_position
+from pdserve.kv.states import LEAST_SLOTS, NO_SLOT, StateOrders, StateSnapshot, handoff_position
 
 DISTANCE = 8192  # tokens between snapshots of a long prompt, at least: they bound what is computed again
 DECODE_DISTANCE = 256  # tokens between snapshots of a sequence that decodes

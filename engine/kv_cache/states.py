@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.sequence import Sequence
-from pdserve.state import NO_SLOT, StateOrders
+from pdserve.kv.states import NO_SLOT, StateOrders
 
 
 class States:

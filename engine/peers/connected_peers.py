@@ -39,10 +39,10 @@ from engine.step_cost_meter import LineFit
 from pdserve.errors import ConfigError
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import LeaseCached, Leased, ReadChecked, ReadEnded, StartRead
-from pdserve.kv_groups import Pair
+from pdserve.kv.groups import Pair
+from pdserve.kv.states import NO_SLOT
 from pdserve.records import KVConnectorOrders, KVRead, ModelRunnerOutput, Peer, ReadResult
 from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
-from pdserve.state import NO_SLOT
 
 _KEEP = 0.98  # weight of earlier reads after each new one: about 50 reads count
 

@@ -20,7 +20,7 @@ from engine.scheduler.microbatch import SampledTokens
 from engine.sequence import Sequence
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.finish_reason import finish_reason
-from pdserve.ipc.messages import Batch, Outputs, Prefilled
+from pdserve.ipc.messages import EventBatch, Outputs, Prefilled
 from pdserve.records import FinishReason, TokenLogprobs
 
 
@@ -28,7 +28,7 @@ class ChoiceManager:
     """Makes sequences of requests, and output events of samples."""
 
     def __init__(
-        self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, events: Batch
+        self, block_size: int, eos_token_ids: Collection[int], constraints: GrammarConstraints, events: EventBatch
     ) -> None:
         self._block_size = block_size
         self._constraints = constraints

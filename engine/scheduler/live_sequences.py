@@ -9,7 +9,7 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
 from engine.scheduler.waiting_queue import WaitingQueue
 from engine.sequence import Sequence
-from pdserve.ipc.messages import Batch
+from pdserve.ipc.messages import EventBatch
 
 
 class LiveSequences:
@@ -19,7 +19,7 @@ class LiveSequences:
     Until it runs it is ``preemptible``: its blocks are the first that are taken when blocks run out.
     """
 
-    def __init__(self, kv: KVCacheManager, events: Batch) -> None:
+    def __init__(self, kv: KVCacheManager, events: EventBatch) -> None:
         self.waiting = WaitingQueue()
         self.loading: dict[int, Sequence] = {}  # by rid: the connector loads the prompt into held blocks
         self.running: dict[int, Sequence] = {}  # by seq, in order of admission

@@ -27,7 +27,7 @@ from engine.sequence_parts import SplitLoad
 from pdserve.ipc.messages import Outputs
 
 
-class Loads:
+class KVLoads:
     """The part of the scheduler that ends loads. ``clock`` is the scheduler's."""
 
     def __init__(

@@ -8,11 +8,11 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.room import Room
 from engine.sequence import Sequence
-from pdserve.ipc.messages import Batch, DecodeAheadEnded
+from pdserve.ipc.messages import DecodeAheadEnded, EventBatch
 
 
 class PeerPrompts:
-    def __init__(self, live: LiveSequences, kv: KVCacheManager, room: Room, events: Batch) -> None:
+    def __init__(self, live: LiveSequences, kv: KVCacheManager, room: Room, events: EventBatch) -> None:
         self._live = live
         self._kv = kv
         self._room = room

@@ -12,7 +12,7 @@ from engine.kv_cache.revocation import Lacking
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.step_results import Emit, no_emit
 from engine.sequence import Sequence
-from pdserve.ipc.messages import Batch, Reserved, Totals
+from pdserve.ipc.messages import EventBatch, Reserved, Totals
 
 _FETCHED_AHEAD = 8  # waiting sequences whose KV is fetched while others are computed
 
@@ -25,7 +25,7 @@ class Room:
         live: LiveSequences,
         kv: KVCacheManager,
         connector: KVConnectorScheduler,
-        events: Batch,
+        events: EventBatch,
         totals: Totals,
         *,
         max_num_seqs: int,
@@ -113,7 +113,7 @@ class Room:
     def admit_loads(self) -> None:
         """Admit waiting requests that load, and begin fetches.
 
-        Loads pass prompts that wait for a step, unless these would lack room.
+        KVLoads pass prompts that wait for a step, unless these would lack room.
         """
         self._begin_fetches()
         prompts_ahead = 0

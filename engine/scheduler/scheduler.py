@@ -42,7 +42,7 @@ from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.itl_target import ItlTarget, in_order
 from engine.scheduler.joining_streams import JoiningStreams
 from engine.scheduler.live_sequences import LiveSequences
-from engine.scheduler.loads import Loads
+from engine.scheduler.loads import KVLoads
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
 from engine.scheduler.room import Room
@@ -51,7 +51,7 @@ from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import Emit, StepResults, no_emit
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Batch, LastChunk, Refused, Status, Submit, Totals
+from pdserve.ipc.messages import EventBatch, LastChunk, Refused, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
@@ -76,7 +76,7 @@ class Scheduler:
         self._config = config
         self._clock = clock
         self.pool = BlockPool(config.num_blocks, config.block_size, config.groups)
-        self.events = Batch()
+        self.events = EventBatch()
         self.totals = Totals(accepted_per_position=[0] * config.drafts.most)
         self.meter = StepCostMeter()
         self.states = StateSlots(config.num_state_slots, config.block_size) if config.num_state_slots else States()
@@ -121,7 +121,7 @@ class Scheduler:
             meter=self.meter,
             drafting=self._drafting,
         )
-        self.loads = Loads(
+        self.loads = KVLoads(
             self._live, self._kv, self.connector.peers, self._choices, branch=self._results.branch, clock=clock
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
@@ -246,7 +246,7 @@ class Scheduler:
         self.loads.join_splits()
         self._constraints.request_masks()
 
-    def take_events(self, *, cache: bool = True) -> Batch | None:
+    def take_events(self, *, cache: bool = True) -> EventBatch | None:
         """Return new events, if there are any. Not ``cache``: changes of the prefix cache follow next time."""
         if not self.events:
             return None

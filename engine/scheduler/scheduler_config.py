@@ -13,9 +13,9 @@ from engine.kv_cache.block_pool import ONE_GROUP
 from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
-from pdserve.kv_groups import KVCacheGroups
-from pdserve.state import StateLayout
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import StateLayout
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepWork
+from pdserve.kv.states import StateOrders
 from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
-from pdserve.state import StateOrders
 
 Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
 # Prompt tokens from which on a step's time grows in proportion to them, by kind of device.

@@ -12,7 +12,7 @@ from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.microbatch import StepSequences, StepsInFlight
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter, StepWork
-from pdserve.ipc.messages import Batch, Drafted, Pooled, Scored, Totals
+from pdserve.ipc.messages import Drafted, EventBatch, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
 
 Emit = Callable[[], None]
@@ -33,7 +33,7 @@ class StepResults:
         kv: KVCacheManager,
         choices: ChoiceManager,
         connector: KVConnectorScheduler,
-        events: Batch,
+        events: EventBatch,
         totals: Totals,
         meter: StepCostMeter,
         drafting: Drafting,

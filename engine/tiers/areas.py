@@ -18,7 +18,7 @@ from engine.tiers.host_pool import HostPool
 from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Totals
-from pdserve.kv_groups import KVCacheGroups, Windows, first_seen
+from pdserve.kv.groups import KVCacheGroups, Windows, first_seen
 
 _FREE_SHARE = 1 / 16  # share of blocks that stores leave free, since a sequence waits for the blocks of a store
 _NOTHING: frozenset[BlockKey] = frozenset()

@@ -9,8 +9,8 @@ from engine.tiers.host_stores import STORE_BYTES
 from engine.tiers.host_tier import HostTier
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.host_kv import host_room
-from pdserve.kv import KVLayout
-from pdserve.state import StateLayout
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import StateLayout
 
 
 def build_tiers(parts: CacheParts, config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> Tiers:

@@ -31,7 +31,9 @@ from engine.tiers.disk_writes import DiskArea, DiskWrites
 from engine.tiers.host_pool import HostEntry
 from engine.tiers.host_tier import HostTier
 from engine.tiers.source import Source
-from pdserve.disk_kv import (
+from pdserve.ipc.cache_changes import BlockKey, Medium
+from pdserve.ipc.messages import Fetched
+from pdserve.kv.disk_transfers import (
     AnyDiskOrder,
     BlockName,
     DiskLate,
@@ -42,8 +44,6 @@ from pdserve.disk_kv import (
     OpenDisk,
     Outcome,
 )
-from pdserve.ipc.cache_changes import BlockKey, Medium
-from pdserve.ipc.messages import Fetched
 from pdserve.records import ModelRunnerOutput
 
 _log = logging.getLogger(__name__)

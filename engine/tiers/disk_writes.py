@@ -8,9 +8,9 @@ from itertools import count, islice
 from engine.tiers.areas import Area
 from engine.tiers.disk_index import DiskIndex
 from engine.tiers.host_pool import HostEntry, HostWatcher
-from pdserve.disk_kv import BlockName, DiskOrder, DiskResult, DiskWork, Outcome
 from pdserve.ipc.cache_changes import BlockKey
 from pdserve.ipc.messages import Totals
+from pdserve.kv.disk_transfers import BlockName, DiskOrder, DiskResult, DiskWork, Outcome
 
 _WRITES = 2  # in flight: one is written while the other one is reported
 _HELD_SHARE = 1 / 8  # largest share of host memory in a write in flight: its blocks cannot be evicted

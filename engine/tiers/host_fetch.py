@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.sequence import Sequence
 from engine.tiers.areas import Area
 from engine.tiers.host_pool import HostEntry
-from pdserve.host_copies import HostCopy
+from pdserve.kv.host_copies import HostCopy
 
 
 @dataclass(slots=True, eq=False)

@@ -15,8 +15,8 @@ from itertools import count
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.digest_orders import TakeDigests
 from engine.tiers.areas import Area, Areas
-from pdserve.host_copies import CopyResult, HostCopy
 from pdserve.ipc.cache_changes import BlockKey
+from pdserve.kv.host_copies import CopyResult, HostCopy
 
 _log = logging.getLogger(__name__)
 

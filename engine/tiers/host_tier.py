@@ -37,10 +37,10 @@ from engine.tiers.host_pool import HostEntry, HostPool, HostWatcher
 from engine.tiers.host_stores import HostStores
 from engine.tiers.source import Source
 from pdserve.hashing import BlockHashes, root_hash
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.ipc.cache_changes import BlockKey, Medium
 from pdserve.ipc.kv_events import KVEvents
 from pdserve.ipc.messages import Fetched, LeaseCached, Mode, Totals
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.records import NO_ORDERS, KVConnectorOrders, ModelRunnerOutput
 from pdserve.request_cost import LinearCost
 from pdserve.sampling_params import SamplingParams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.sequence import Sequence
-from pdserve.disk_kv import AnyDiskOrder
+from pdserve.kv.disk_transfers import AnyDiskOrder
 from pdserve.records import ModelRunnerOutput
 
 

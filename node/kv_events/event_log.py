@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock
-from pdserve.kv import KVLayout, LatentSpec
+from pdserve.kv.layout import KVLayout, LatentSpec
 
 #: Blocks of the prefix cache are in memory that attention reads: readers call it GPU, also where the device is a CPU.
 DEVICE = "GPU"

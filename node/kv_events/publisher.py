@@ -15,8 +15,8 @@ from node.frontend_flags import KVEventOptions
 from node.kv_events.event_log import EventLog, GroupKind
 from node.kv_events.replays import Replays, encode_number
 from pdserve.errors import CapacityError, ConfigError
+from pdserve.host.process import log_failure
 from pdserve.ipc.cache_changes import CacheChanges
-from pdserve.process import log_failure
 
 _log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from node.leasing.prompt_trace import PromptTrace
 from node.request_events import Event, error_of
 from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
 from pdserve.ipc.messages import Cancel, Fetched, FreeLease, LeaseCached, Leased, Refused
+from pdserve.kv.states import NO_SLOT
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
 
 _log = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from math import inf
 
 from pdserve.errors import LeaseRevoked, PdserveError, PeerError
 from pdserve.ipc.messages import KVConfirmed, Outputs, ReadChecked, ReadEnded, StartRead
+from pdserve.kv.states import NO_SLOT
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer
 from pdserve.rpc.errors import failure_from_pb
 from pdserve.rpc.timeouts import PeerTiming
-from pdserve.state import NO_SLOT
 
 _MARGIN_SHARE = 0.1  # fraction of a lease at its end in which nothing is read
 _MARGIN_MAX = 1.0  # seconds, the longest margin

@@ -27,12 +27,13 @@ import grpc
 from google.protobuf.message import Message
 
 from node.context import NodeContext
-from node.health import State
+from node.health import NodeState
 from node.reading.peer_stream import PeerStream
 from node.reading.reading_metrics import PeerMetrics
 from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import ConfigError, PdserveError, PeerError, shown
 from pdserve.ipc.messages import Connect, Disconnect
+from pdserve.kv.transports import Connected
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.records import Peer
@@ -41,7 +42,6 @@ from pdserve.rpc.errors import error_from_rpc
 from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.message_limits import request_limit
 from pdserve.rpc.protobuf import rank_from_pb
-from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
@@ -273,7 +273,7 @@ class KVPeer:
 
     def _check_own_state(self) -> None:
         """Raises PeerLoading while this node has no weights to exchange KV for."""
-        if self._node.state in (State.LOADING, State.ASLEEP):
+        if self._node.state in (NodeState.LOADING, NodeState.ASLEEP):
             raise PeerLoading(f"waits for this node, which is {self._node.state}")
 
     def _check_identity(self, description: pb.NodeDescription) -> None:

@@ -20,8 +20,8 @@ from node.reading.reading_metrics import ReadingMetrics
 from pdserve.discovery.sources import Directory
 from pdserve.errors import ConfigError, Draining, PeerError
 from pdserve.ipc.messages import ReadEnded
+from pdserve.kv.transports import Connected
 from pdserve.request_cost import LoadPlan, Pace, RequestLoad, StepCosts, plan_pull, prompt_pace, pull_deadline
-from pdserve.transports import Connected
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.discovery.sources import ADDRESS_FORMS, check_source
 from pdserve.flags.declaration import Flag
-from pdserve.transports import REQUIRABLE
+from pdserve.kv.transports import REQUIRABLE
 
 
 class ReadSettings(msgspec.Struct, frozen=True, kw_only=True):

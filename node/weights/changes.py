@@ -29,7 +29,7 @@ import grpc
 import msgspec
 
 from node.context import NodeContext
-from node.health import State
+from node.health import NodeState
 from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_checkpoint, with_patch, with_reload, without_digests
 from pdserve.config.node_config import NodeConfig
@@ -125,7 +125,7 @@ class WeightChanges:
     async def _check(self, change: WeightChange, when: str, changed: Callable[[NodeConfig], NodeConfig]) -> WeightOrder:
         node = self._node
         self._check_state()
-        if node.state is State.UNLOADED and change.patch:
+        if node.state is NodeState.UNLOADED and change.patch:
             raise NodeError(f"{node.name} has no weights that a patch could change; reload a checkpoint")
         config = await asyncio.to_thread(changed, node.config)
         if change.model_dir:
@@ -137,7 +137,7 @@ class WeightChanges:
 
     async def _check_sleep(self, when: str) -> WeightOrder | None:
         node = self._node
-        if node.state is State.ASLEEP:
+        if node.state is NodeState.ASLEEP:
             return None
         self._check_state()
         if node.engine.has_remote_ranks:
@@ -146,7 +146,7 @@ class WeightChanges:
 
     async def _check_wake(self, model_dir: str) -> WeightOrder | None:
         node = self._node
-        if node.state is not State.ASLEEP:
+        if node.state is not NodeState.ASLEEP:
             self._check_state()
             if model_dir:
                 raise ConfigError(f"{node.name} is not asleep; reload {cut(model_dir)} instead")
@@ -156,7 +156,7 @@ class WeightChanges:
         return WeightOrder(Power.WAKE, config, WAIT)
 
     def _check_state(self) -> None:
-        if self._node.state not in (State.READY, State.UNLOADED):
+        if self._node.state not in (NodeState.READY, NodeState.UNLOADED):
             raise NodeError(f"{self._node.name} is {self._node.state}; try again when it is ready")
 
 

@@ -20,7 +20,7 @@ import grpc
 import msgspec
 
 from node.context import NodeContext
-from node.health import State
+from node.health import NodeState
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_known_digests
@@ -73,7 +73,7 @@ class WeightsService(pb_grpc.WeightsServicer):
         node = self._node
         if node.config.options.load_from == "disk":
             raise PeerError(f"{node.name} offers no weights; start it with --load-from auto")
-        if node.state is not State.READY:
+        if node.state is not NodeState.READY:
             raise PeerError(f"{node.name} is {node.state}")
         mine = weights_hash(node.config.compat_fields)
         if theirs != mine:

@@ -52,12 +52,12 @@ class DigestCache:
 
     def get(self, name: str, state: FileState) -> TensorDigests:
         """Return the digests of a file's tensors that are known and were taken in this state of the file."""
-        found: TensorDigests = {}
+        digests: TensorDigests = {}
         for files in self._stored:
             if name in files and files[name].state == state:
-                found |= files[name].tensors
-        self._files[name] = _Entry(state, found)
-        return dict(found)
+                digests |= files[name].tensors
+        self._files[name] = _Entry(state, digests)
+        return dict(digests)
 
     def put(self, name: str, state: FileState, tensors: TensorDigests) -> None:
         """Keep digests, unless the file has changed so recently that a further change could leave the same state."""

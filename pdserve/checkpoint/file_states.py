@@ -46,9 +46,9 @@ def check_unchanged(path: Path, state: FileState) -> None:
         raise CheckpointError(f"{path} changed while it was read; try again when it is complete")
 
 
-def check_same_files(model_dir: str | Path, found: FileStates, digested: FileStates) -> None:
+def check_same_files(model_dir: str | Path, current: FileStates, digested: FileStates) -> None:
     """Raise CheckpointError unless the files to load, or loaded, are those whose digests were taken."""
-    changed = sorted(name for name in found.keys() | digested.keys() if found.get(name) != digested.get(name))
+    changed = sorted(name for name in current.keys() | digested.keys() if current.get(name) != digested.get(name))
     if changed:
         raise CheckpointError(
             f"{shown(changed[0])} in {model_dir} changed between the digests of its weights and their load; "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 def conversion(file: Path) -> str:
     """Return a command that writes a GGUF file as a checkpoint beside it, using transformers and the package gguf."""
-    directory, name, target = (repr(str(each)) for each in (file.parent, file.name, file.with_suffix("")))
+    directory, name, target = (repr(str(path)) for path in (file.parent, file.name, file.with_suffix("")))
     script = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, GgufConfig as G; "
         f"d, f, to = {directory}, {name}, {target}; "

@@ -19,7 +19,7 @@ from pdserve.checkpoint.safetensors_header import LENGTH, MAX_HEADER, read_heade
 from pdserve.checkpoint.weight_files import MAX_FILES, weight_files
 from pdserve.errors import CheckpointError, shown
 
-_FIRST_BYTES = 256 << 10  # of a file; most headers are shorter
+_FIRST_BYTES = 256 << 10  # requested first; most headers are shorter
 _AT_ONCE = 8  # requests
 _SCALE_BYTES = 8  # at most, of a scale
 
@@ -53,7 +53,8 @@ def _copy_headers(model: str, plain: Path) -> Path:
             (directory / file.name).symlink_to(file.resolve())
     with hub_errors(model):
         files = HfFileSystem()
-        sizes = {file["name"]: file["size"] for file in files.ls(model) if file["name"].endswith(".safetensors")}
+        listed = [file for file in files.ls(model) if isinstance(file, dict)]
+        sizes = {str(file["name"]): int(file["size"]) for file in listed if file["name"].endswith(".safetensors")}
         if len(sizes) > MAX_FILES:
             raise CheckpointError(f"model {shown(model)} has {len(sizes)} weight files, the limit is {MAX_FILES}")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.errors import CheckpointError, shown
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 
 _NAME = re.compile(
     r"(?:.*\.)?layers\.(\d{1,6})\.self_attn\."
@@ -40,21 +40,21 @@ def read_kv_scales(headers: Mapping[Path, Mapping[str, Tensor]], layers: Sequenc
     Layers behind the model's predict further tokens and are left out. Raises CheckpointError for a tensor that is no
     positive number, and for a layer without its scale.
     """
-    found: dict[tuple[int, str], float] = {}
+    scales: dict[tuple[int, str], float] = {}
     wanted = set(layers)
     for path, tensors in headers.items():
         for name, tensor in tensors.items():
             match = _NAME.fullmatch(name)
             if match is not None and int(match[1]) in wanted:
                 scale = _read(path, name, tensor)
-                found.update(((int(match[1]), plane), scale) for plane in match[2] or match[3])
-    if not found:
+                scales.update(((int(match[1]), plane), scale) for plane in match[2] or match[3])
+    if not scales:
         return ()
     missing = [f"{plane}_scale of layer {layer}" for layer in layers for plane in "kv"
-               if (layer, plane) not in found]  # fmt: skip
+               if (layer, plane) not in scales]  # fmt: skip
     if missing:
         raise CheckpointError(f"the checkpoint has scales of an FP8 KV cache, but no {missing[0]}; {_REMEDY}")
-    return tuple(KVScales(found[layer, "k"], found[layer, "v"]) for layer in layers)
+    return tuple(KVScales(scales[layer, "k"], scales[layer, "v"]) for layer in layers)
 
 
 def _read(path: Path, name: str, tensor: Tensor) -> float:

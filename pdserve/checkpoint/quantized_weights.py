@@ -28,9 +28,13 @@ import msgspec
 from pdserve.checkpoint.kv_scales import is_kv_scale
 from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.errors import CheckpointError, shown
-from pdserve.kv import DTYPE_BYTES
+from pdserve.kv.layout import DTYPE_BYTES
 
-PLAIN, PACKED, GPTQ, AWQ, MXFP4 = "plain", "packed", "gptq", "awq", "mxfp4"
+PLAIN = "plain"
+PACKED = "packed"
+GPTQ = "gptq"
+AWQ = "awq"
+MXFP4 = "mxfp4"
 
 _WORD = 32  # bits of a packed int32
 _MX_BLOCK = 32  # values that share an exponent
@@ -75,7 +79,7 @@ class CheckpointWeights(NamedTuple):
 
     @property
     def num_weights(self) -> int:
-        shapes = [tensor.shape for tensor in self.plain.values()] + [each.shape for each in self.quantized.values()]
+        shapes = [tensor.shape for tensor in self.plain.values()] + [weight.shape for weight in self.quantized.values()]
         return sum(map(prod, shapes))
 
     def memory_cost(self, weight_format: str, dtype: str, kept: bool = False) -> str:
@@ -143,21 +147,21 @@ class _Mismatch(Exception):
 
 
 def _find(tensors: Mapping[str, Tensor], rules: Sequence[StorageRule]) -> dict[str, QuantizedWeight]:
-    found: dict[str, QuantizedWeight] = {}
+    weights: dict[str, QuantizedWeight] = {}
     for name, tensor in tensors.items():
         fitting = [rule for rule in rules if _holds_values(name, tensor, rule)]
         errors: list[_Mismatch] = []
         for rule in fitting:
             try:
                 stem = name.removesuffix(_NAMES[rule.packing].values)
-                found[stem + _NAMES[rule.packing].weight] = _weight(tensors, name, stem, rule)
+                weights[stem + _NAMES[rule.packing].weight] = _weight(tensors, name, stem, rule)
                 break
             except _Mismatch as exc:
                 errors.append(exc)
         else:
             if errors:
                 raise errors[0]
-    return found
+    return weights
 
 
 def _holds_values(name: str, tensor: Tensor, rule: StorageRule) -> bool:

@@ -21,7 +21,7 @@ from pdserve.errors import CheckpointError, shown
 MAX_HEADER = 32 << 20  # bytes; 250,000 tensors have about 30 MB
 MAX_TENSORS = 1 << 18  # tensors per file, and per checkpoint
 _MAX_DIMENSIONS = 16
-LENGTH = struct.Struct("<Q")  # of the header
+LENGTH = struct.Struct("<Q")  # the first bytes of a file: the length of its header
 _AGAIN = "download it again"
 
 _BITS = {
@@ -96,9 +96,11 @@ def _entries(path: Path, header: bytes) -> tuple[list[tuple[str, _Entry]], dict[
 
 def _placed(path: Path, entries: list[tuple[str, _Entry]], start: int, size: int) -> dict[str, Tensor]:
     """Check the entries, in the order of their bytes, and turn offsets behind the header into places in the file."""
-    tensors, at = {}, start
+    tensors = {}
+    at = start
     for name, entry in entries:
-        begin, end = start + entry.data_offsets[0], start + entry.data_offsets[1]
+        begin = start + entry.data_offsets[0]
+        end = start + entry.data_offsets[1]
         problem = _problem(entry)
         if not problem and begin != at:
             problem = f"begins at byte {shown(begin)}, the tensor before it ends at {at}"
@@ -115,7 +117,8 @@ def _placed(path: Path, entries: list[tuple[str, _Entry]], start: int, size: int
 
 def _problem(entry: _Entry) -> str:
     """Describe why an entry contradicts itself; empty if it does not."""
-    bits, (begin, end) = _BITS.get(entry.dtype), entry.data_offsets
+    bits = _BITS.get(entry.dtype)
+    begin, end = entry.data_offsets
     if bits is None:
         return f"has dtype {shown(entry.dtype)}; known are {', '.join(_BITS)}"
     if len(entry.shape) > _MAX_DIMENSIONS or min(entry.shape, default=0) < 0:

@@ -13,7 +13,8 @@ from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.weights.change import FileStates
 
-_MAX_CONFIG, _END = 1 << 20, 1 << 16  # bytes
+_MAX_CONFIG = 1 << 20  # bytes
+_END = 1 << 16  # bytes
 
 
 class SimulatedDigest(NamedTuple):

@@ -30,15 +30,16 @@ from pdserve.checkpoint.file_states import check_unchanged, open_settled, state_
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.safetensors_header import Tensor, header_of
 from pdserve.checkpoint.weight_files import weight_files
-from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError
+from pdserve.host.cpus import usable_cpus
 from pdserve.weights.change import FileStates
 
 _log = logging.getLogger(__name__)
 
 _MAX_THREADS = 8
 _CHUNK = 1 << 20  # bytes; a buffer that stays in a core's cache
-_BATCH, _MAX_BATCH = 8 << 20, 1024  # bytes and tensors of a job
+_BATCH = 8 << 20  # bytes of a job
+_MAX_BATCH = 1024  # tensors of a job
 _GROUP_DIGITS = 16
 _LAYER = re.compile(r"(?:^|\.)(layers\.(\d+)\.[^.]+)")
 
@@ -62,14 +63,15 @@ def checkpoint_digests(
     Tensors of a layer are left out unless ``has_layer``; the states are those of all files.
     Raises CheckpointError; Stopped soon after ``stop`` was set.
     """
-    started, stop = time.monotonic(), stop or threading.Event()
+    started = time.monotonic()
+    stop = stop or threading.Event()
     cache = DigestCache(model_dir)
-    found = Digests({}, {})
+    result = Digests({}, {})
     num_read = 0
     with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus()), "digest") as pool:
         for path in weight_files(model_dir):
             with open_settled(path) as (fd, state):
-                wanted = {name: each for name, each in header_of(path, fd).items() if _is_in(name, has_layer)}
+                wanted = {name: tensor for name, tensor in header_of(path, fd).items() if _is_in(name, has_layer)}
                 cached = cache.get(path.name, state)
                 unknown = {name: tensor for name, tensor in wanted.items() if name not in cached}
                 if unknown:
@@ -77,11 +79,11 @@ def checkpoint_digests(
                     check_unchanged(path, state)
                     cache.put(path.name, state, cached)
                     num_read += sum(tensor.end - tensor.begin for tensor in unknown.values())
-            found.tensors.update((name, cached[name]) for name in wanted)
-            found.files[path.name] = state
+            result.tensors.update((name, cached[name]) for name in wanted)
+            result.files[path.name] = state
     cache.save()
     _log.debug("weight digests: read %.2f GiB in %.2f s", num_read / 2**30, time.monotonic() - started)
-    return found
+    return result
 
 
 def known_digests(model_dir: Path) -> Digests | None:
@@ -90,16 +92,17 @@ def known_digests(model_dir: Path) -> Digests | None:
     Raises CheckpointError.
     """
     cache = DigestCache(model_dir)
-    found = Digests({}, {})
+    result = Digests({}, {})
     for path in weight_files(model_dir):
         with open_regular(path) as (fd, status):
-            state, names = state_of(status), header_of(path, fd).keys()
+            state = state_of(status)
+            names = header_of(path, fd).keys()
         digests = cache.get(path.name, state)
         if digests.keys() != names:
             return None
-        found.tensors.update(digests)
-        found.files[path.name] = state
-    return found
+        result.tensors.update(digests)
+        result.files[path.name] = state
+    return result
 
 
 def fold_digests(tensors: TensorDigests) -> dict[str, str]:
@@ -151,7 +154,8 @@ def _batches(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         size += tensor.end - tensor.begin
         if size >= _BATCH or len(batch) == _MAX_BATCH:
             yield batch
-            batch, size = {}, 0
+            batch = {}
+            size = 0
     yield batch
 
 

@@ -62,15 +62,15 @@ def collect_headers(
 ) -> dict[Path, dict[str, Tensor]]:
     """Return the tensors of each file. Raises CheckpointError if there are too many, or one of them twice."""
     collected: dict[Path, dict[str, Tensor]] = {}
-    found: set[str] = set()
+    names: set[str] = set()
     for path, tensors in headers:
         collected[path] = tensors
-        if twice := found & tensors.keys():
+        if twice := names & tensors.keys():
             raise CheckpointError(
                 f"{path}: tensor {shown(min(twice))} is in the checkpoint twice; remove the second file"
             )
-        found |= tensors.keys()
-        if len(found) > MAX_TENSORS:
+        names |= tensors.keys()
+        if len(names) > MAX_TENSORS:
             raise CheckpointError(f"{model_dir} has more than {MAX_TENSORS} tensors; choose another checkpoint")
     return collected
 

@@ -91,7 +91,7 @@ def _check_pair(indices_key: str, indices: Tensor, values_key: str, values: Tens
 def _check_overlaps(entries: tuple[PatchEntry, ...], tensors: Mapping[str, Tensor]) -> None:
     """Raise _Refused if two entries may write the same value."""
     ends: dict[str, int] = {}  # tensor → row behind the last written one
-    for entry in sorted(entries, key=lambda each: (each.name, each.first_row)):
+    for entry in sorted(entries, key=lambda item: (item.name, item.first_row)):
         if entry.name in ends and (entry.indices or entry.first_row < ends[entry.name]):
             raise _Refused(f"has entries for {shown(entry.name)} that overlap, at {shown(entry.values)}")
         ends[entry.name] = 1 << 62 if entry.indices else entry.first_row + tensors[entry.values].shape[0]

@@ -9,7 +9,7 @@ from functools import reduce
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv import divisors
+from pdserve.kv.layout import divisors
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig

@@ -25,9 +25,9 @@ import msgspec
 from pdserve.config.attention_backends import FlashInferKernel
 from pdserve.config.flashinfer_hosts import cache_folder, missing_kernels
 from pdserve.config.node_config import NodeConfig
-from pdserve.cpus import usable_cpus
 from pdserve.errors import NodeError
-from pdserve.process import describe_exit
+from pdserve.host.cpus import usable_cpus
+from pdserve.host.process import describe_exit
 
 _log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import ctypes
 import os
 from importlib.util import find_spec
 
-from pdserve import memory
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.node_options import NodeOptions
 from pdserve.errors import CapacityError, ConfigError
+from pdserve.host import memory_limits
 
 #: Packages that no node with a model can do without; the distribution pdserve-router (deploy/router) lacks them.
 _PACKAGES = ("torch", "safetensors")
@@ -82,7 +82,7 @@ def find_gpus() -> list[DeviceInfo]:
 
 def free_memory(device: DeviceInfo) -> int | None:
     """Return the bytes that can still be allocated on a device; None if unknown."""
-    return _free_gpu_memory(device.index) if device.kind == "cuda" else memory.free_memory()
+    return _free_gpu_memory(device.index) if device.kind == "cuda" else memory_limits.free_memory()
 
 
 def _free_gpu_memory(index: int) -> int | None:

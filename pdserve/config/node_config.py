@@ -10,10 +10,10 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
-from pdserve.kv import UNSCALED, KVLayout, KVScales, KVShare
+from pdserve.kv.layout import UNSCALED, KVLayout, KVScales, KVShare
+from pdserve.kv.states import StateLayout, StateShare
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import PoolingConfig
-from pdserve.state import StateLayout, StateShare
 from pdserve.weights.change import FileStates
 
 

@@ -22,7 +22,7 @@ from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import GRPC_TLS
 from pdserve.flags.value_types import natural, number, parse_size, positive_int, words
-from pdserve.kv import FP8_E4M3, MAX_BLOCK_SIZE
+from pdserve.kv.layout import FP8_E4M3, MAX_BLOCK_SIZE
 from pdserve.model.model_config import MODEL_IMPLS
 from pdserve.model.pooling import TASKS
 from pdserve.request_cost import AUTO_ITL_STEPS

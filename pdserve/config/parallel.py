@@ -17,12 +17,12 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv import DTYPE_BYTES, KVShare
+from pdserve.kv.layout import DTYPE_BYTES, KVShare
+from pdserve.kv.states import StateShare
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.eagle3 import Eagle3Config
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.moe import MoEConfig
-from pdserve.state import StateShare
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):

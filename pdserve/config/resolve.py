@@ -54,9 +54,9 @@ from pdserve.config.resolution.quantized_layers import (
 from pdserve.config.resolution.resolved import Reasons, Resolved
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.simulated_costs import SimulatedCosts, choose_costs
-from pdserve.cpus import usable_cpus
 from pdserve.errors import ConfigError, shown
-from pdserve.kv import FP8_E4M3
+from pdserve.host.cpus import usable_cpus
+from pdserve.kv.layout import FP8_E4M3
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, SCORE, PoolingConfig, read_pooling
 from pdserve.model.text_part import text_headers

@@ -13,7 +13,7 @@ from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.quantized_layers import quantized_at_load
 from pdserve.errors import CheckpointError, shown
-from pdserve.kv import UNSCALED
+from pdserve.kv.layout import UNSCALED
 from pdserve.model.model_config import MAY_DIFFER, load_model_config
 from pdserve.model.pooling import EMBED
 from pdserve.model.weight_formats import FP8_AT_LOAD, UNQUANTIZED

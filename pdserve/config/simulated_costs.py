@@ -1,12 +1,13 @@
 """The cost model of simulated nodes (``--engine simulated``): how long their steps and reads take.
 
-bench/engine_steps.py measures the same costs on a card; tests/support/fleet_simulation.py uses them without processes.
+bench/engine_steps.py measures the same costs on a card; cli/virtual_fleet/ uses them without processes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -24,6 +25,14 @@ class StepTokens(msgspec.Struct, frozen=True):
     decode_context: int = 0  # tokens in the KV cache, summed over decoding sequences
     prompt_tokens: int = 0
     prompt_context: float = 0.0  # tokens attended to, summed over prompt tokens
+
+
+class StepSeconds(Protocol):
+    """How long the steps and reads of a node without a device take, in seconds."""
+
+    def seconds(self, step: StepTokens) -> float: ...
+
+    def of_read(self, num_tokens: int) -> float: ...
 
 
 class SimulatedCosts(msgspec.Struct, frozen=True):
@@ -69,7 +78,7 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
 class SimulatedSteps:
     """The seconds of a node's steps, from their plans in order."""
 
-    def __init__(self, costs: SimulatedCosts) -> None:
+    def __init__(self, costs: StepSeconds) -> None:
         self._costs = costs
         self._tokens: dict[int, int] = {}  # tokens with KV, by sequence
 

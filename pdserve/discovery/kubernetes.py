@@ -34,7 +34,8 @@ _WATCH = 60  # seconds that a watch lasts, which limits how long a dead one goes
 _GRACE = 15.0  # seconds that the server has beyond that to end it, and to answer anything else
 _RESYNC = 600.0  # seconds after which everything is listed again
 _BETWEEN = 0.2  # seconds from the end of a watch to the next request; no change is missed meanwhile
-_PAUSE_MIN, _PAUSE_MAX = 0.5, 30.0  # seconds before the attempt after a failure
+_PAUSE_MIN = 0.5  # seconds before the attempt after a failure
+_PAUSE_MAX = 30.0  # seconds
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -47,7 +48,8 @@ class Cluster(msgspec.Struct, frozen=True):
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> Cluster:
         """Return the cluster that this process runs in. Raises ConfigError outside of a cluster."""
-        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        host = environ.get("KUBERNETES_SERVICE_HOST")
+        port = environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise ConfigError(
                 "k8s:// works only inside a cluster, and KUBERNETES_SERVICE_HOST is not set here; run in a pod, or use "
@@ -92,17 +94,17 @@ class ServiceEndpoints:
         self._port = port
 
     async def addresses(self) -> AsyncGenerator[frozenset[str], None]:
-        known: frozenset[str] | None = None
+        previous: frozenset[str] | None = None
         failures = 0
         while True:
             try:
                 async with self._cluster.connect() as client:
                     async for slices in self._follow(client):
                         failures = 0
-                        found = addresses_of(slices, self._port)
-                        if found != known:
-                            known = found
-                            yield found
+                        current = addresses_of(slices, self._port)
+                        if current != previous:
+                            previous = current
+                            yield current
             except Gone:
                 _log.info("%s: changes were missed; listing it again", self._name)
                 await asyncio.sleep(_BETWEEN)
@@ -123,7 +125,8 @@ class ServiceEndpoints:
         while time.monotonic() < ends:
             async with aclosing(self._watch(client, version)) as events:
                 async for event in events:
-                    kind, item = event["type"], event["object"]
+                    kind = event["type"]
+                    item = event["object"]
                     version = item["metadata"]["resourceVersion"]
                     if kind == "BOOKMARK":
                         continue
@@ -157,11 +160,11 @@ class ServiceEndpoints:
 
 def addresses_of(slices: Iterable[dict[str, Any]], port: str) -> frozenset[str]:
     """Return host:port of all ready endpoints. By the API's definition an unknown condition counts as ready."""
-    found: set[str] = set()
+    addresses: set[str] = set()
     for item in slices:
-        ports = (each["port"] for each in item.get("ports") or () if each.get("name") == port)
+        ports = (entry["port"] for entry in item.get("ports") or () if entry.get("name") == port)
         number = int(port) if port.isdecimal() else next(ports, None)
         for endpoint in item.get("endpoints") or ():
             if number and (endpoint.get("conditions") or {}).get("ready") is not False:
-                found.update(join_address(address, number) for address in endpoint["addresses"])
-    return frozenset(found)
+                addresses.update(join_address(address, number) for address in endpoint["addresses"])
+    return frozenset(addresses)

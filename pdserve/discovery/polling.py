@@ -19,8 +19,8 @@ _FILE_INTERVAL = 1.0  # seconds between reads
 
 async def resolve_name(name: str, port: int) -> frozenset[str]:
     """Return all addresses of a name, host:port. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return frozenset(join_address(str(address[0]), port) for *_, address in found)
+    infos = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return frozenset(join_address(str(address[0]), port) for *_, address in infos)
 
 
 def dns_addresses(
@@ -57,18 +57,18 @@ async def _poll(
 
     A failure is logged once and changes nothing: nodes outlive a DNS server, and a file may be malformed for a moment.
     """
-    known: frozenset[str] | None = None
+    previous: frozenset[str] | None = None
     failure = ""
     while True:
         try:
-            found = await query()
+            current = await query()
         except (OSError, UnicodeDecodeError, ConfigError) as exc:
             if str(exc) != failure:
                 failure = str(exc)
                 _log.warning("%s cannot be read: %s; its known addresses stay in use", name, failure)
         else:
             failure = ""
-            if found != known:
-                known = found
-                yield found
+            if current != previous:
+                previous = current
+                yield current
         await asyncio.sleep(interval)

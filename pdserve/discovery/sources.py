@@ -54,7 +54,7 @@ def check_source(text: str) -> str:
 
 def check_sources(text: str) -> tuple[str, ...]:
     """Return the sources of a text with commas. Raises ConfigError if one is malformed."""
-    return tuple(check_source(each) for each in text.split(","))
+    return tuple(check_source(source) for source in text.split(","))
 
 
 def check_address(text: str) -> str:

@@ -186,7 +186,8 @@ class GatheringTransport(asyncio.Transport):
         self._inner.resume_reading()
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, bytearray()
+        waiting = self._waiting
+        self._waiting = bytearray()
         if waiting and not self._inner.is_closing():
             self._inner.write(bytes(waiting))
 
@@ -235,7 +236,8 @@ class UnreadWatch:
 
     def _watch_reads(self, unread: int, since: float) -> None:
         """``unread`` bytes have been left since then; the response adds none while writing is paused."""
-        left, now = self.transport.get_write_buffer_size(), self.loop.time()
+        left = self.transport.get_write_buffer_size()
+        now = self.loop.time()
         if left < unread:
             since = now
         if now >= since + self._stall_timeout:

@@ -67,9 +67,11 @@ class _MetricsApp:
         self._registry = registry
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        status, body = 404, b"metrics are at /metrics\n"
+        status = 404
+        body = b"metrics are at /metrics\n"
         if scope["path"] == "/metrics":
-            status, body = 200, await asyncio.to_thread(generate_latest, self._registry)
+            status = 200
+            body = await asyncio.to_thread(generate_latest, self._registry)
         headers = [(b"content-type", CONTENT_TYPE_PLAIN_0_0_4.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

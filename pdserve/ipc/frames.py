@@ -32,7 +32,8 @@ class Frames(Generic[T]):
         """Return the messages completed by ``data``. Raises msgspec.DecodeError for an invalid or too long message."""
         self._buffer += data
         messages: list[T] = []
-        start, header = 0, FRAME_HEADER.size
+        start = 0
+        header = FRAME_HEADER.size
         with memoryview(self._buffer) as view:
             while len(view) - start >= header:
                 (length,) = FRAME_HEADER.unpack_from(view, start)

@@ -19,7 +19,8 @@ import msgspec
 from pdserve.ipc.messages import Heartbeat
 
 # Seconds, and times the seconds that a step is expected to take. A hung device or a deadlock exceeds both.
-_ENDLESS_SECONDS, _ENDLESS_FACTOR = 8.0, 20.0
+_ENDLESS_SECONDS = 8.0
+_ENDLESS_FACTOR = 20.0
 _LONGEST_ITERATION = 120.0  # seconds, where nothing is expected: the first step of a kind compiles kernels
 _UNTAKEN_SECONDS = 4.0  # a step loop takes commands at once between two steps
 _STALLED_FACTOR = 10.0  # times the seconds that a step is expected to take
@@ -55,7 +56,8 @@ class HeartbeatMonitor:
         self.last = Heartbeat(0.0, 0.0, 0.0)
         self.waiting_for = ""
         self._silence = self._untaken = 0.0
-        self._num_sent, self._oldest = 0, 1
+        self._num_sent = 0
+        self._oldest = 1
 
     def resume(self) -> None:
         """Watch again, as the last heartbeat is out of date."""
@@ -76,7 +78,8 @@ class HeartbeatMonitor:
         self.last = heartbeat
         self._silence = 0.0
         if heartbeat.iteration or heartbeat.num_taken >= self._oldest:
-            self._oldest, self._untaken = heartbeat.num_taken + 1, 0.0
+            self._oldest = heartbeat.num_taken + 1
+            self._untaken = 0.0
 
     def pass_time(self, seconds: float) -> None:
         """Count ``seconds`` since the last check as silence, two intervals at most: the rest is our own stall."""
@@ -119,7 +122,8 @@ class LivenessWatch:
     async def run(self, on_change: Callable[[str], Awaitable[None]]) -> None:
         """Check until cancelled. ``on_change`` receives the trouble, and "" at its end."""
         self._monitor.resume()
-        reported, before = "", time.monotonic()
+        reported = ""
+        before = time.monotonic()
         while True:
             await asyncio.sleep(self._monitor.interval)
             now = time.monotonic()

@@ -26,7 +26,8 @@ class KVEvents(Generic[K]):
 
     def take(self) -> tuple[list[K], list[K]]:
         """Return and forget the added and the removed keys."""
-        added, removed = list(self._added), list(self._removed)
+        added = list(self._added)
+        removed = list(self._removed)
         self.clear()
         return added, removed
 

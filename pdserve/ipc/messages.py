@@ -45,14 +45,14 @@ from msgspec import Meta
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
+from pdserve.host.process import one_line
 from pdserve.ipc.cache_changes import CacheChanges, Medium
-from pdserve.kv import KVLayout
-from pdserve.process import one_line
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import NO_SLOT
+from pdserve.kv.transports import Connected
 from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResult, TokenLogprobs
 from pdserve.request_cost import StepCosts
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
-from pdserve.transports import Connected
 from pdserve.weights.change import FileStates, HostDigests, WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
 
@@ -516,7 +516,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     disk_blocks: int = 0  # blocks on disk that this node knows
 
 
-class Batch(msgspec.Struct, tag=True):
+class EventBatch(msgspec.Struct, tag=True):
     """Events of one iteration of the step loop; sent only if there are any.
 
     The scheduler and its parts add to one batch; ``take`` completes it for the frontend.
@@ -549,18 +549,18 @@ class Batch(msgspec.Struct, tag=True):
 
     def take(
         self, status: Status, cached: list[bytes], evicted: list[bytes], cache_changes: list[CacheChanges]
-    ) -> Batch:
+    ) -> EventBatch:
         """Return the batch as a message, with the changes of the prefix cache, and start over."""
         taken = msgspec.structs.replace(
             self, status=status, cached=cached, evicted=evicted, cache_changes=cache_changes
         )
-        for name, value in msgspec.structs.asdict(Batch()).items():
+        for name, value in msgspec.structs.asdict(EventBatch()).items():
             setattr(self, name, value)
         return taken
 
 
 _NO_EVENTS = ("status", "outputs", "cached", "evicted", "cache_changes")
-_EVENTS = tuple(name for name in Batch.__struct_fields__ if name not in _NO_EVENTS)
+_EVENTS = tuple(name for name in EventBatch.__struct_fields__ if name not in _NO_EVENTS)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
@@ -583,4 +583,4 @@ class WeightsAnswer(msgspec.Struct, frozen=True, tag=True):
     has_weights: bool  # the new weights, or after an error the old ones, are in use; False: no request can be served
 
 
-FromEngine = Progress | Ready | Failed | Crashed | Batch | Heartbeat | WeightsAnswer
+FromEngine = Progress | Ready | Failed | Crashed | EventBatch | Heartbeat | WeightsAnswer

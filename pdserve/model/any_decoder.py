@@ -67,7 +67,8 @@ def read_positions(fields: ConfigFields) -> int:
     LongRoPE has other frequencies for longer sequences. Transformers changes them for all sequences of a step, so the
     short ones would be wrong: such a model gets the positions before the change.
     """
-    positions, values = fields.integer("max_position_embeddings"), fields.values
+    positions = fields.integer("max_position_embeddings")
+    values = fields.values
     given = values.get("rope_parameters") or values.get("rope_scaling")
     sets = [given, *given.values()] if isinstance(given, dict) else []
     for rope in sets:
@@ -93,7 +94,7 @@ def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...
     window = fields.optional_integer("sliding_window")
     if window is None:
         return ()
-    return tuple(window if each == "sliding_attention" else None for each in types)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def read_heads(fields: ConfigFields) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def _check_kind(fields: ConfigFields) -> None:
 
 
 def _read(fields: ConfigFields, layer: ConfigFields, target: TargetSizes, speculators: bool) -> Eagle3Config:
-    num_heads, hidden_size = layer.integer("num_attention_heads"), layer.integer("hidden_size")
+    num_heads = layer.integer("num_attention_heads")
+    hidden_size = layer.integer("hidden_size")
     head_dim = layer.integer("head_dim", hidden_size // num_heads)
     positions = layer.integer("max_position_embeddings")
     _check_sizes(fields, layer, target, num_heads, head_dim)
@@ -150,8 +151,8 @@ def _check_sizes(fields: ConfigFields, layer: ConfigFields, target: TargetSizes,
 
 
 def _eagle_config(fields: ConfigFields) -> ConfigFields:
-    found = fields.get("eagle_config")
-    nested = _within(fields, found if isinstance(found, dict) else {})
+    section = fields.get("eagle_config")
+    nested = _within(fields, section if isinstance(section, dict) else {})
     if nested.get("use_aux_hidden_state", True) is not True:
         raise fields.error("has use_aux_hidden_state false, as EAGLE-1 has; supported are heads of EAGLE-3")
     return nested
@@ -166,11 +167,13 @@ def _layers(fields: ConfigFields, nested: ConfigFields, num_layers: int) -> tupl
     ids: Any = fields.get(_LAYER_IDS)
     behind = 0
     if not ids:
-        ids, behind = nested.get(_LAYER_IDS), 1
+        ids = nested.get(_LAYER_IDS)
+        behind = 1
     if not ids:
-        ids, behind = [2, num_layers // 2, num_layers - 3], 0
-    valid = isinstance(ids, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in ids)
-    layers = tuple(each + behind for each in ids) if valid else ()
+        ids = [2, num_layers // 2, num_layers - 3]
+        behind = 0
+    valid = isinstance(ids, list) and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids)
+    layers = tuple(layer + behind for layer in ids) if valid else ()
     ascending = all(first < second for first, second in pairwise(layers))
     if not 1 <= len(layers) <= _MAX_AUXILIARY or not ascending or layers[0] < 0 or layers[-1] > num_layers:
         raise fields.error(

@@ -20,7 +20,8 @@ def eos_token_ids(model_dir: Path, fields: ConfigFields, vocab_size: int) -> tup
     Files of one checkpoint may disagree: fine-tuned models end turns with a token that only their tokenizer names. Each
     of these tokens ends an answer, as in vLLM and SGLang. Raises CheckpointError.
     """
-    ids, of_tokenizer = _configured(model_dir, fields, vocab_size), _tokenizer_eos(model_dir)
+    ids = _configured(model_dir, fields, vocab_size)
+    of_tokenizer = _tokenizer_eos(model_dir)
     if of_tokenizer is None or of_tokenizer in ids or of_tokenizer >= vocab_size:
         return ids
     return (*ids, of_tokenizer)
@@ -57,7 +58,8 @@ def _tokenizer_eos(model_dir: Path) -> int | None:
 
     Raises CheckpointError for a file that cannot be read.
     """
-    config_path, path = model_dir / "tokenizer_config.json", model_dir / "tokenizer.json"
+    config_path = model_dir / "tokenizer_config.json"
+    path = model_dir / "tokenizer.json"
     if not config_path.exists() or not path.exists():
         return None
     config = read_object(config_path, MAX_TOKENIZER_CONFIG)

@@ -96,7 +96,7 @@ def _windows_of(fields: ConfigFields, window: int | None, slides: list[bool]) ->
     sliding = _sliding_layers(fields, len(slides)) or slides
     if window is None and any(sliding):
         raise fields.error("has sliding_attention layers but no sliding_window, or use_sliding_window is false")
-    return tuple(window if each else None for each in sliding)
+    return tuple(window if slides_here else None for slides_here in sliding)
 
 
 def _as_layer_types_say(fields: ConfigFields, windows: Windows) -> Windows:

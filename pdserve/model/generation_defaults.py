@@ -55,7 +55,7 @@ def load_generation_defaults(model_dir: Path) -> GenerationDefaults:
     if not os.path.exists(path):
         return GenerationDefaults()
     fields = ConfigFields(path)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in GenerationDefaults.__struct_fields__:
         value = fields.get(name)
         if value is None:
@@ -64,5 +64,5 @@ def load_generation_defaults(model_dir: Path) -> GenerationDefaults:
         fields.check_number(name, value, _LEAST if allowed.above else allowed.low, allowed.high)
         if name in _WHOLE and value != int(value):
             raise fields.error(f"has {name} = {value:g}; it must be a whole number")
-        found[name] = int(value) if name in _WHOLE else float(value)
-    return GenerationDefaults(**found)
+        values[name] = int(value) if name in _WHOLE else float(value)
+    return GenerationDefaults(**values)

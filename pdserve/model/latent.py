@@ -42,7 +42,8 @@ class LatentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def scale(self, rope: RopeConfig) -> float:
         """Return the scale of scores. With ``mscale_all_dim``, YaRN multiplies it by the square of an mscale."""
-        mscale, factor = float(rope.params.get("mscale_all_dim", 0.0)), float(rope.params.get("factor", 1.0))
+        mscale = float(rope.params.get("mscale_all_dim", 0.0))
+        factor = float(rope.params.get("factor", 1.0))
         if rope.rope_type == "default" or not mscale or factor <= 1:
             return 1 / math.sqrt(self.qk_head_dim)
         return (0.1 * mscale * math.log(factor) + 1.0) ** 2 / math.sqrt(self.qk_head_dim)

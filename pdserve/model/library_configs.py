@@ -21,9 +21,9 @@ def config_class(model_type: str) -> ast.ClassDef | None:
         text = path.read_text()
         if f'model_type = "{model_type}"' in text:
             classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-            found = next((each for each in classes if literal(each, "model_type") == model_type), None)
-            if found is not None:
-                return found
+            definition = next((node for node in classes if literal(node, "model_type") == model_type), None)
+            if definition is not None:
+                return definition
     return None
 
 
@@ -40,13 +40,13 @@ def _config_files(model_type: str) -> Iterator[Path]:
 @cache
 def library_defaults(model_type: str) -> Mapping[str, Any]:
     """Return the default of each field of a model type that is a number, a flag, a text or null."""
-    found = config_class(model_type)
-    theta = None if found is None else literal(found, "default_theta")
+    definition = config_class(model_type)
+    theta = None if definition is None else literal(definition, "default_theta")
     defaults: dict[str, Any] = {"rope_theta": theta} if isinstance(theta, int | float) else {}
-    for node in found.body if found is not None else []:
+    for node in definition.body if definition is not None else []:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            known, value = _constant(node.value)
-            if known:
+            is_constant, value = _constant(node.value)
+            if is_constant:
                 defaults[node.target.id] = value
     return defaults
 
@@ -56,15 +56,16 @@ def _constant(node: ast.expr) -> tuple[bool, Any]:
     if isinstance(node, ast.Constant):
         return True, node.value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        (_, left), (_, right) = _constant(node.left), _constant(node.right)
+        _, left = _constant(node.left)
+        _, right = _constant(node.right)
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         return numbers, left * right if numbers else None
     return False, None
 
 
-def literal(found: ast.ClassDef, name: str) -> Any:
+def literal(definition: ast.ClassDef, name: str) -> Any:
     """Return the value of a class attribute that is a literal; None without one."""
-    for node in found.body:
+    for node in definition.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

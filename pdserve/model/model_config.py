@@ -12,8 +12,9 @@ from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.stored_head import has_other_head
 from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
 from pdserve.errors import shown
-from pdserve.kv import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
-from pdserve.kv_groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
+from pdserve.kv.states import GatedDeltaSpec
 from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, read_windows, rename_fields
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
@@ -36,9 +37,9 @@ from pdserve.model.weight_formats import (
     WeightFormat,
     storage_rules,
 )
-from pdserve.state import GatedDeltaSpec
 
-NATIVE, TRANSFORMERS = "native", "transformers"
+NATIVE = "native"
+TRANSFORMERS = "transformers"
 MODEL_IMPLS = ("auto", NATIVE, TRANSFORMERS)
 
 
@@ -193,7 +194,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         head_dim = fields.integer("head_dim", hidden_size // num_heads)
     else:
-        num_kv_heads, head_dim = 1, latent.row_size
+        num_kv_heads = 1
+        head_dim = latent.row_size
     if num_heads % num_kv_heads:
         raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
     if head_dim % 2:

@@ -125,8 +125,8 @@ def glm4_moe_lite(fields: ConfigFields, num_layers: int) -> MoEConfig:
     types = fields.get("mlp_layer_types", ["dense"] + ["sparse"] * (num_layers - 1))
     if not isinstance(types, list) or len(types) != num_layers:
         raise fields.error(f"has mlp_layer_types that are no list of {num_layers} layers. {REMEDY}")
-    for each in types:
-        fields.choice("mlp layer type", each, ("dense", "sparse"))
+    for kind in types:
+        fields.choice("mlp layer type", kind, ("dense", "sparse"))
     dense = tuple(layer for layer in range(num_layers) if types[layer] == "dense")
     if fields.given("first_k_dense_replace") not in (None, len(dense)):
         raise fields.error(f"has another first_k_dense_replace than dense layers, {len(dense)}. {REMEDY}")
@@ -174,7 +174,8 @@ def _gated_shared_expert(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _checked(fields: ConfigFields, moe: MoEConfig) -> MoEConfig:
-    groups, kept = moe.num_expert_group, moe.topk_group
+    groups = moe.num_expert_group
+    kept = moe.topk_group
     if moe.num_experts % groups or kept > groups or (groups > 1 and moe.num_experts < 2 * groups):
         raise fields.error(
             f"keeps {kept} of {groups} groups of {moe.num_experts} experts; groups must be of equal size, at least 2. "

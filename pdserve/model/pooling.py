@@ -20,10 +20,16 @@ from pdserve.checkpoint.files import DECODE_ERRORS, read_file
 from pdserve.errors import CheckpointError, ConfigError, shown
 from pdserve.model.config_fields import ConfigFields
 
-GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
+GENERATE = "generate"
+EMBED = "embed"
+CLASSIFY = "classify"
 TASKS = ("auto", GENERATE, EMBED, CLASSIFY)
 CLASSIFIER = "ForSequenceClassification"  # the end of the architecture's name
-LAST, MEAN, YES_OR_NO, SCORE = "last", "mean", "yes_or_no", "score"  # methods
+# methods
+LAST = "last"
+MEAN = "mean"
+YES_OR_NO = "yes_or_no"
+SCORE = "score"
 
 _MAX_LABELS = 4096
 _MAX_TOKENIZER_BYTES = 64 << 20
@@ -62,8 +68,8 @@ def read_pooling(model_dir: Path, task: str) -> PoolingConfig | None:
     if classifies:
         return PoolingConfig(task=task, method=SCORE, size=_num_labels(fields))
     if scores:
-        found = ConfigFields(model_dir / str(scores[0].get("path")) / "config.json")
-        token_ids = _scored_tokens(found, fields.integer("vocab_size"))
+        score_fields = ConfigFields(model_dir / str(scores[0].get("path")) / "config.json")
+        token_ids = _scored_tokens(score_fields, fields.integer("vocab_size"))
     else:
         token_ids = _answer_tokens(model_dir)
     return PoolingConfig(task=task, method=YES_OR_NO, size=1, token_ids=token_ids)
@@ -71,7 +77,8 @@ def read_pooling(model_dir: Path, task: str) -> PoolingConfig | None:
 
 def _scored_tokens(fields: ConfigFields, vocab_size: int) -> tuple[int, int]:
     """Read the ids of "no" and "yes" from sentence-transformers' LogitScore."""
-    no, yes = fields.get("false_token_id"), fields.get("true_token_id")
+    no = fields.get("false_token_id")
+    yes = fields.get("true_token_id")
     for token_id in (no, yes):
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             text = f"compares token {shown(yes)} with {shown(no)}; supported are two tokens of the vocabulary"
@@ -81,7 +88,8 @@ def _scored_tokens(fields: ConfigFields, vocab_size: int) -> tuple[int, int]:
 
 def _embedding(model_dir: Path, fields: ConfigFields, names: list[str], modules: list[dict[str, Any]]) -> PoolingConfig:
     """Read sentence-transformers' modules; without any, the last token's normalized hidden state is the embedding."""
-    method, normalize = LAST, True
+    method = LAST
+    normalize = True
     if modules:
         normalize = any(str(module.get("type")).endswith(".Normalize") for module in modules)
         for module in modules:
@@ -101,12 +109,12 @@ def _method(fields: ConfigFields) -> str:
     """Read ``pooling_mode`` (sentence-transformers 6), or the flags ``pooling_mode_…`` of older versions."""
     chosen = [name for name, value in fields.values.items() if name.startswith("pooling_mode_") and value is True]
     mode = fields.get("pooling_mode") or "+".join(name.removeprefix("pooling_mode_") for name in chosen)
-    known = {"lasttoken": LAST, "mean_tokens": MEAN, "mean": MEAN}
-    if mode not in known:
+    methods = {"lasttoken": LAST, "mean_tokens": MEAN, "mean": MEAN}
+    if mode not in methods:
         raise fields.error(f"pools by {shown(mode)}; supported are lasttoken and mean")
     if fields.get("include_prompt", True) is not True:
         raise fields.error("leaves the prompt out of the mean (include_prompt); supported is true")
-    return known[mode]
+    return methods[mode]
 
 
 def _num_labels(fields: ConfigFields) -> int:
@@ -120,13 +128,13 @@ def _num_labels(fields: ConfigFields) -> int:
 def _answer_tokens(model_dir: Path) -> tuple[int, int]:
     """Return the ids of "no" and "yes" in tokenizer.json."""
     path = model_dir / "tokenizer.json"
-    found: dict[str, Any] = {}
+    vocabulary: dict[str, Any] = {}
     if path.exists() and os.path.getsize(path) <= _MAX_TOKENIZER_BYTES:
         try:
-            found = json.loads(path.read_bytes())["model"]["vocab"]
+            vocabulary = json.loads(path.read_bytes())["model"]["vocab"]
         except (ValueError, KeyError, TypeError, RecursionError) as exc:
             raise CheckpointError(f"{path} cannot be read; download the checkpoint again") from exc
-    ids = [found.get(word) for word in ("no", "yes")] if isinstance(found, dict) else []
+    ids = [vocabulary.get(word) for word in ("no", "yes")] if isinstance(vocabulary, dict) else []
     match ids:
         case [int() as no, int() as yes]:
             return no, yes

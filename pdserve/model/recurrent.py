@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pdserve.errors import shown
+from pdserve.kv.states import GatedDeltaSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
-from pdserve.state import GatedDeltaSpec
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
 
 
 def linear_attention_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
@@ -23,7 +24,7 @@ def linear_attention_layers(fields: ConfigFields, num_layers: int) -> tuple[bool
         if not isinstance(layer_types, list) or len(layer_types) != num_layers:
             count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
             raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
-        kinds = [fields.choice("layer type", each, (_LINEAR, _FULL)) for each in layer_types]
+        kinds = [fields.choice("layer type", kind, (_LINEAR, _FULL)) for kind in layer_types]
         recurrent = tuple(kind == _LINEAR for kind in kinds)
     if all(recurrent):
         raise fields.error(f"has layers of {_LINEAR} only; a model without a KV cache is not supported. {REMEDY}")

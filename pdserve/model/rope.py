@@ -101,7 +101,8 @@ def _rope_params(fields: ConfigFields) -> dict[str, Any]:
     As in transformers, ``rope_scaling`` replaces ``rope_parameters`` as a whole, also the theta in it, which is then
     refused if it differs: YaRN is often added so to a checkpoint that transformers 5 has saved.
     """
-    scaling, parameters = _object(fields, "rope_scaling"), _object(fields, "rope_parameters")
+    scaling = _object(fields, "rope_scaling")
+    parameters = _object(fields, "rope_parameters")
     if not scaling:
         return dict(fields.defaults.get("rope_parameters", {})) if parameters is None else parameters
     replaced = dict(parameters or {})

@@ -52,7 +52,8 @@ _PREFIXES = (
 
 def text_kind(values: Mapping[str, Any]) -> str:
     """Return the model type of the text model that a config describes, multimodal or not."""
-    kind, text = str(values.get("model_type")), values.get("text_config")
+    kind = str(values.get("model_type"))
+    text = values.get("text_config")
     if kind not in MULTIMODAL or not isinstance(text, dict):
         return kind
     return str(text.get("model_type") or MULTIMODAL[kind])
@@ -64,7 +65,8 @@ def take_text_part(fields: ConfigFields, native: bool) -> str:
     Nothing changes, and the result is empty, for other configs. ``native`` lets a native family serve the text model.
     """
     whole = fields.values
-    text, kind = whole.get("text_config"), str(whole.get("model_type"))
+    text = whole.get("text_config")
+    kind = str(whole.get("model_type"))
     names = whole.get("architectures")
     if not isinstance(text, dict) or kind not in MULTIMODAL or not isinstance(names, list) or not names:
         return ""
@@ -72,7 +74,8 @@ def take_text_part(fields: ConfigFields, native: bool) -> str:
     dtype = whole.get("dtype") or whole.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
     of_whole = {name: whole[name] for name in ("eos_token_id", "quantization_config") if whole.get(name) is not None}
     tied = whole.get("tie_word_embeddings", library_defaults(kind).get("tie_word_embeddings"))
-    model_type, architectures = kind_of_text, names
+    model_type = kind_of_text
+    architectures = names
     if native and kind_of_text in _NATIVE:
         model_type, architecture = _NATIVE[kind_of_text]
         architectures = [architecture]

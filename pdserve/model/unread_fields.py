@@ -64,23 +64,23 @@ def check_unread(fields: ConfigFields, model_type: str) -> None:
 
     ``model_type`` is the family's. transformers chooses layers by this field, whatever ``architectures`` say.
     """
-    found = fields.get("model_type")
-    if found not in (None, model_type, *_ALIASES.get(model_type, ())):
+    given = fields.get("model_type")
+    if given not in (None, model_type, *_ALIASES.get(model_type, ())):
         raise fields.error(
-            f"has model_type = {shown(found)} beside architectures = {shown(fields.get('architectures'))}, whose "
+            f"has model_type = {shown(given)} beside architectures = {shown(fields.get('architectures'))}, whose "
             f"model_type is {model_type!r}. If its weights are of that architecture, write {model_type!r} there; "
             "else correct architectures"
         )
     for name, (value, meaning) in FIXED.items():
-        found = fields.values.get(name, value)  # transformers takes a null for false
-        if found == value or (value is None and not found):
+        given = fields.values.get(name, value)  # transformers takes a null for false
+        if given == value or (value is None and not given):
             continue
         supported = "none" if value is None else str(value).lower()
-        raise fields.error(f"has {name} = {shown(found)}: {meaning}; supported is {supported}. {REMEDY}")
+        raise fields.error(f"has {name} = {shown(given)}: {meaning}; supported is {supported}. {REMEDY}")
 
 
 def unread_names(fields: ConfigFields) -> tuple[str, ...]:
     """Return the names of fields without a reader, up to 32, that no list above has. transformers ignores them, too."""
-    known = fields.names_read | WITHOUT_EFFECT | FIXED.keys()
-    names = sorted(name for name in fields.values if name not in known and not name.startswith("_"))
+    names_with_reader = fields.names_read | WITHOUT_EFFECT | FIXED.keys()
+    names = sorted(name for name in fields.values if name not in names_with_reader and not name.startswith("_"))
     return tuple(names[:_MAX_NAMES])

@@ -12,7 +12,8 @@ from typing import Any
 
 from pdserve.model.config_fields import ConfigFields
 
-_LINEAR, _MAMBA = "linear attention", "Mamba state"
+_LINEAR = "linear attention"
+_MAMBA = "Mamba state"
 _CONVOLUTIONS = "short convolutions"
 _SPARSE = "DeepSeek sparse attention"
 _SHIFTED = "positions that begin behind its padding token"
@@ -83,7 +84,8 @@ def _find(values: Mapping[str, Any]) -> tuple[str, str]:
 
 def _find_by_field(values: Mapping[str, Any]) -> tuple[str, str]:
     """Read fields of published configs that have no list of layers."""
-    pattern, attention_types = values.get("hybrid_override_pattern"), values.get("attn_type_list")
+    pattern = values.get("hybrid_override_pattern")
+    attention_types = values.get("attn_type_list")
     if isinstance(pattern, str) and "M" in pattern:
         return _MAMBA, "hybrid_override_pattern has 'M'"
     if isinstance(attention_types, list) and 0 in attention_types:
@@ -92,7 +94,8 @@ def _find_by_field(values: Mapping[str, Any]) -> tuple[str, str]:
         return _SPARSE, "index_topk"
     if values.get("linear_attn_config"):
         return _LINEAR, "linear_attn_config"
-    attending, num_layers = values.get("full_attn_idxs"), values.get("num_hidden_layers")
+    attending = values.get("full_attn_idxs")
+    num_layers = values.get("num_hidden_layers")
     if isinstance(attending, list) and isinstance(num_layers, int) and len(attending) < num_layers:
         return _CONVOLUTIONS, "full_attn_idxs lacks layers"
     interval = values.get("full_attention_interval")

@@ -13,7 +13,7 @@ import msgspec
 
 from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, StorageRule
 from pdserve.errors import ConfigError, shown
-from pdserve.kv import DTYPE_BYTES
+from pdserve.kv.layout import DTYPE_BYTES
 
 UNQUANTIZED = "unquantized"
 FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory
@@ -79,7 +79,7 @@ def _fp8(options: Mapping[str, Any]) -> Rules:
     _choice(options, "expert_dtype", ("fp8",), "fp8")
     block = options.get("weight_block_size")
     blocks = ((0, 0), (1, 0)) if block is None else (_block(block, "weight_block_size"),)
-    return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=each) for each in blocks)
+    return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=size) for size in blocks)
 
 
 def _modelopt(options: Mapping[str, Any]) -> Rules:
@@ -133,7 +133,7 @@ def _auto_round(options: Mapping[str, Any]) -> Rules:
         raise _Unsupported(f"act_bits {shown(options['act_bits'])}; supported are activations of 16 bits")
     modules = options.get("extra_config") or {}
     values = modules.values() if isinstance(modules, dict) else [modules]
-    if any(not isinstance(each, dict) or _differs(each, options) for each in values):
+    if any(not isinstance(module, dict) or _differs(module, options) for module in values):
         raise _Unsupported("bits or group sizes per module (extra_config); supported are modules left in 16 bits")
     if form == AWQ:
         return _awq({**options, "zero_point": True})

@@ -17,7 +17,8 @@ from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 from pdserve.rpc.tls import SERVER_NAME, PeerTls
 
 _IDLE = 60.0  # seconds without a call after which a server closes a connection; gRPC takes up to twice as long
-_FEWEST, _MOST = 64, 65_536  # connections of a server
+_FEWEST = 64  # connections of a server
+_MOST = 65_536  # connections of a server
 
 Options = tuple[tuple[str, int | str], ...]
 
@@ -87,7 +88,8 @@ class Dialer:
         """Return the channel; reopen it if the certificate has changed, which ends calls on the old one."""
         if self._tls is not None and self._tls.version != self._version:
             self._version = self._tls.version
-            old, self.channel = self.channel, open_channel(self._address, self._timing, self._tls)
+            old = self.channel
+            self.channel = open_channel(self._address, self._timing, self._tls)
             await old.close(None)
         return self.channel
 

@@ -20,7 +20,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from pdserve.errors import PeerError, RequestError
-from pdserve.kv import MAX_BLOCK_SIZE, MAX_BLOCKS
+from pdserve.kv.layout import MAX_BLOCK_SIZE, MAX_BLOCKS
 from pdserve.ranges import Range, outside, ranges_of
 from pdserve.request_cost import MOST_SECONDS
 from pdserve.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
@@ -163,22 +163,25 @@ def _violation(message: Any, checks: Iterable[_Check]) -> str:
     for name, may_be_absent, repeated, is_map, inner, allowed in checks:
         if may_be_absent and not message.HasField(name):
             continue
-        value, low, high = getattr(message, name), allowed.low, allowed.high
+        value = getattr(message, name)
+        low = allowed.low
+        high = allowed.high
         if allowed.most is not None and len(value) > allowed.most:
             return f".{name} has {len(value)} entries; the limit is {allowed.most}"
-        for each in value.values() if is_map else value if repeated else (value,):
+        for item in value.values() if is_map else value if repeated else (value,):
             if inner:
-                if reason := _violation(each, inner):
+                if reason := _violation(item, inner):
                     return f".{name}{reason}"
-            elif not low <= each <= high or (each == low and allowed.above):
-                return outside(f".{name}", each, allowed)
+            elif not low <= item <= high or (item == low and allowed.above):
+                return outside(f".{name}", item, allowed)
     return ""
 
 
 @cache
 def checks_of(descriptor: Descriptor) -> tuple[_Check, ...]:
     """Return the checks of the fields that may be wrong: a message of each step must cost next to nothing."""
-    ranges, checks = RANGES.get(descriptor.name, {}), []
+    ranges = RANGES.get(descriptor.name, {})
+    checks = []
     for field in descriptor.fields:
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
         inner = () if is_map or field.message_type is None else checks_of(field.message_type)

@@ -41,14 +41,14 @@ class Entry(Protocol):
     request: int
 
 
-class Batch(Protocol):
+class NodeMessage(Protocol):
     """A message of the node, with the events of many requests."""
 
     draining: bool  # the node refuses requests from now on
 
 
 M = TypeVar("M", bound=Message)  # sent to the node
-B = TypeVar("B", bound=Batch)
+B = TypeVar("B", bound=NodeMessage)
 E = TypeVar("E", bound=Entry)
 H = TypeVar("H")  # handles the entries of a request
 
@@ -133,7 +133,8 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
             return
         self.end_reason = reason
         asyncio.get_running_loop().call_later(self._linger, self._call.cancel)
-        handlers, self._handlers = self._handlers, {}
+        handlers = self._handlers
+        self._handlers = {}
         for handler in handlers.values():
             self._fail(handler, self._end_error(reason))
         self._unsent.put_nowait(None)

@@ -9,13 +9,13 @@ from typing import Any
 from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
+from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, PromptLogprobs, RankKV, TokenLogprobs
 from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
-from pdserve.state import GatedDeltaSpec, RankStates, StateLayout, StateShare
 
 _SEQUENCES = ("bad_words", "thinking_call_ids")  # lists of token sequences
 _SAMPLING_SCALARS = tuple(
@@ -44,12 +44,12 @@ def unpack_tokens(data: bytes) -> array[int]:
 
 def resumed_outputs(choices: Iterable[pb.ResumedChoice]) -> dict[int, bytes]:
     """Return the output so far of each choice. Raises RequestError for a choice that is there twice."""
-    found: dict[int, bytes] = {}
-    for each in choices:
-        if each.choice in found:
-            raise RequestError(f"resume has choice {each.choice} twice; send all its tokens at once", "resume")
-        found[each.choice] = each.token_ids
-    return found
+    token_ids: dict[int, bytes] = {}
+    for choice in choices:
+        if choice.choice in token_ids:
+            raise RequestError(f"resume has choice {choice.choice} twice; send all its tokens at once", "resume")
+        token_ids[choice.choice] = choice.token_ids
+    return token_ids
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
@@ -59,14 +59,14 @@ def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
     for name in _SAMPLING_SCALARS:
         setattr(message, name, getattr(sampling, name))
     for name in _SEQUENCES:
-        getattr(message, name).extend(pb.TokenSequence(token_ids=each) for each in getattr(sampling, name))
+        getattr(message, name).extend(pb.TokenSequence(token_ids=token_ids) for token_ids in getattr(sampling, name))
     return message
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Convert every field. A missing one is zero, not its default: the router resolves defaults."""
     lists: dict[str, Any] = {name: tuple(getattr(message, name)) for name in TOKEN_ID_LISTS}
-    lists |= {name: tuple(tuple(each.token_ids) for each in getattr(message, name)) for name in _SEQUENCES}
+    lists |= {name: tuple(tuple(sequence.token_ids) for sequence in getattr(message, name)) for name in _SEQUENCES}
     return SamplingParams(
         **{name: getattr(message, name) for name in _SAMPLING_SCALARS},
         **lists,
@@ -82,8 +82,8 @@ def logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
 
 
-def prompt_logprobs_to_pb(found: PromptLogprobs) -> pb.PromptLogprobs:
-    return pb.PromptLogprobs(**asdict(found))
+def prompt_logprobs_to_pb(logprobs: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(**asdict(logprobs))
 
 
 def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
@@ -162,7 +162,8 @@ def rank_from_pb(message: pb.RankKV) -> RankKV:
 
 
 def _states_to_pb(states: RankStates) -> pb.RankStates:
-    layout, region = states.layout, states.region
+    layout = states.layout
+    region = states.region
     return pb.RankStates(
         address=region.address,
         num_bytes=region.num_bytes,

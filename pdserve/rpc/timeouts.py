@@ -19,7 +19,8 @@ import msgspec
 
 from pdserve.errors import ConfigError
 
-SHORTEST, LONGEST = 1.0, 600.0  # seconds; with less, a busy machine would look dead
+SHORTEST = 1.0  # seconds; with less, a busy machine would look dead
+LONGEST = 600.0  # seconds
 
 
 class PeerTiming(msgspec.Struct, frozen=True):

@@ -30,10 +30,10 @@ Stamp = tuple[tuple[int, int, int], ...]
 def file_stamp(path: Path) -> tuple[int, int, int]:
     """Return a value that changes with the file or its symlink. Raises ConfigError if it cannot be read."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def load_chain(context: ssl.SSLContext, cert: Path, key: Path) -> None:

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 _MAX_QUEUED = 8192  # spans of a few KB each
 _BATCH = 128  # spans; encoding takes some 20 µs each under the GIL, so larger batches would delay streams
 _CLOSE_SECONDS = 1.0
-_CLOCK_READS, _ACCURATE_NS = 4, 2_000  # attempts to read both clocks within 2 µs
+_CLOCK_READS = 4  # attempts to read both clocks within _ACCURATE_NS
+_ACCURATE_NS = 2_000
 
 _W3C = TraceContextTextMapPropagator()
 
@@ -135,15 +136,15 @@ class _Recorded(Span):
 
 def _clock_offset() -> int:
     """Return nanoseconds from ``time.monotonic`` to wall time; repeat if reading the clocks was interrupted."""
-    found = []
+    offsets = []
     for _ in range(_CLOCK_READS):
         before = time.monotonic_ns()
         now = time.time_ns()
         took = time.monotonic_ns() - before
-        found.append((took, now - before))
+        offsets.append((took, now - before))
         if took < _ACCURATE_NS:
             break
-    return min(found)[1]
+    return min(offsets)[1]
 
 
 class _LoggedExporter(SpanExporter):

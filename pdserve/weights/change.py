@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-WAIT, ABORT = "wait", "abort"
+WAIT = "wait"
+ABORT = "abort"
 WHEN = (WAIT, ABORT)  # running requests end first, or end now with an error that clients retry
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.errors import PeerError, shown
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 
 _MAX_AGENT_NAME = 128
 _MAX_DEVICE = 1023
@@ -97,11 +97,11 @@ def _fits(part: TensorPart, size: StoredSize) -> bool:
 
 def find_tensors(peer: WeightPeer) -> dict[str, list[tuple[RankWeights, TensorPart]]]:
     """Return the offered parts of each tensor."""
-    found: dict[str, list[tuple[RankWeights, TensorPart]]] = {}
+    parts_by_name: dict[str, list[tuple[RankWeights, TensorPart]]] = {}
     for rank in peer.ranks:
         for part in rank.parts:
-            found.setdefault(part.name, []).append((rank, part))
-    return found
+            parts_by_name.setdefault(part.name, []).append((rank, part))
+    return parts_by_name
 
 
 def cover(
@@ -113,7 +113,7 @@ def cover(
     """
     chosen: list[PartRead] = []
     covered = offset = 0
-    for rank, part in sorted(parts, key=lambda each: (each[1].dim, each[1].start)):
+    for rank, part in sorted(parts, key=lambda item: (item[1].dim, item[1].start)):
         if chosen and (part.dim != chosen[0].part.dim or part.start != covered):
             continue  # ranks may hold copies of a part
         if not chosen and part.start:
@@ -121,7 +121,8 @@ def cover(
         if part.dim >= len(shape) or part.size < 1 or part.num_bytes * shape[part.dim] != num_bytes * part.size:
             return ()
         chosen.append(PartRead(rank, part, offset))
-        covered, offset = covered + part.size, offset + part.num_bytes
+        covered += part.size
+        offset += part.num_bytes
         if covered == shape[part.dim]:
             return tuple(chosen)
     return ()

@@ -134,12 +134,12 @@ def other_fields() -> dict[str, dict[str, Any]]:
 
 def convert(fields: dict[str, Any], kind: type[Body], token_ids: Container[str] = _TOKEN_IDS) -> Body:
     """Build a typed body; null means absent. ``token_ids`` names such fields. Raises RequestError with the field."""
-    known = kind.__struct_fields__
-    fields = {k: value for k, value in fields.items() if value is not None and (k in known or not _is_ignored(k))}
+    names = kind.__struct_fields__
+    fields = {k: value for k, value in fields.items() if value is not None and (k in names or not _is_ignored(k))}
     _check_shape({name: value for name, value in fields.items() if name not in token_ids})
     _check_lengths(fields)
     for name, value in fields.items():
-        if name in known:
+        if name in names:
             continue
         if any(_equal(value, no_effect) for no_effect in _UNSUPPORTED.get(name, ())):
             continue
@@ -155,11 +155,11 @@ def convert(fields: dict[str, Any], kind: type[Body], token_ids: Container[str] 
             text = f"{name} is a parameter of {_OTHER_ENDPOINTS[name]}; send the request there"
             raise RequestError(text, name, "unknown_parameter")
         name = cut(name)
-        nearest = difflib.get_close_matches(name, known, n=1)
+        nearest = difflib.get_close_matches(name, names, n=1)
         remedy = f"did you mean {nearest[0]}?" if nearest else "leave it out"
         raise RequestError(f"unknown parameter {name}; {remedy}", name, "unknown_parameter")
     whole = _whole_numbers(kind)
-    known_fields = {name: value for name, value in fields.items() if name in known}
+    known_fields = {name: value for name, value in fields.items() if name in names}
     for name in whole & known_fields.keys():  # 4.0, as JavaScript and typed languages write numbers
         value = known_fields[name]
         if isinstance(value, float) and value.is_integer():
@@ -188,7 +188,9 @@ def _check_shape(fields: Mapping[str, Any]) -> None:
         num_items += sum(map(len, level))
         if num_items > MAX_ITEMS:
             raise RequestError(f"the body has more than {MAX_ITEMS} values; send fewer")
-        level = _containers(child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = _containers(
+            child for container in level for child in (container.values() if isinstance(container, dict) else container)
+        )
         if not level:
             return
     raise RequestError(f"the body is nested more than {MAX_NESTING} levels deep; flatten it")

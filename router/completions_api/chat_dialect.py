@@ -38,7 +38,8 @@ class ChatDialect(GenerateDialect[ChatBody]):
         return await prepare_chat(body, model)
 
     def respond(self, body: ChatBody, prepared: Prepared, model: ServedModel, options: GenerationOptions) -> Response:
-        jobs, parsing = prepared.jobs, prepared.parsing
+        jobs = prepared.jobs
+        parsing = prepared.parsing
         if parsing is None:
             encoder = make_encoder(ChatEncoder, body, jobs, model=model, request_id=options.request_id)
             plain = StreamedResponse if body.stream else FullResponse

@@ -42,7 +42,8 @@ class ChatOutput:
         Reasoning may come first. Schemas of strict functions that cannot be held are left out with a warning, unless
         calls are forced. Raises RequestError that names the field, and the tool.
         """
-        use, grammars = self._use, self._model.grammars
+        use = self._use
+        grammars = self._model.grammars
         self._answer = await grammars.translated(await self._conversion.run(self._body.structure.grammar))
         try:
             return await self._checked(use)
@@ -95,10 +96,13 @@ class ChatOutput:
         return grammar
 
     def _grammar(self, use: ToolUse, budget: Budget) -> OutputGrammar:
-        model, grammar = self._model, self._answer
+        model = self._model
+        grammar = self._answer
         if model.parsers.use_channels:
             return self._channels_grammar(use, budget)
-        form, marker, markers = model.parsers.tools, partial(_marker, model), self._state.markers
+        form = model.parsers.tools
+        marker = partial(_marker, model)
+        markers = self._state.markers
         reasoning = None
         if markers is not None:
             reasoning = Reasoning(marker(markers.start), marker(markers.end), self._state.opened)
@@ -125,7 +129,8 @@ class ChatOutput:
 
     def _channels_grammar(self, use: ToolUse, budget: Budget) -> OutputGrammar:
         """Return the grammar of messages in channels: reasoning, and then a call or an answer."""
-        answer, marker = self._answer, partial(_marker, self._model)
+        answer = self._answer
+        marker = partial(_marker, self._model)
         if self._state.continued or not (answer.text or use.must_call or has_strict(use)):
             return answer
         if use.must_call:
@@ -143,12 +148,14 @@ class ChatOutput:
     @property
     def _calls_in_reasoning(self) -> tuple[str, ...]:
         """The markers of calls that end the reasoning. A forced call has none."""
-        form, use = self._model.parsers.tools, self._use
+        form = self._model.parsers.tools
+        use = self._use
         return form.parser.call_markers if form and use.tools and not use.must_call else ()
 
     def thinking(self) -> ThinkingParams:
         """Return the budget of reasoning. Raises RequestError."""
-        model, budget = self._model, self._body.thinking_token_budget
+        model = self._model
+        budget = self._body.thinking_token_budget
         if budget is None or budget == -1:
             return NO_THINKING_BUDGET
         state = self._state if model.parsers.reasoning else None
@@ -159,7 +166,8 @@ class ChatOutput:
 
         Raises RequestError.
         """
-        body, use = self._body, self._use
+        body = self._body
+        use = self._use
         if self._answer.text and not (use.must_call or self._may_call):
             use = ToolUse()
         parsers = self._model.parsers

@@ -75,7 +75,8 @@ class CompletionsDialect(GenerateDialect[CompletionBody]):
 
 def _thinking(model: ServedModel, body: CompletionBody, prompt: Prompt) -> ThinkingParams:
     """Return the budget of reasoning. Raises RequestError."""
-    budget, state = body.thinking_token_budget, None
+    budget = body.thinking_token_budget
+    state = None
     if budget is None or budget == -1:
         return NO_THINKING_BUDGET
     if model.parsers.reasoning is not None:

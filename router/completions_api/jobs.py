@@ -24,7 +24,8 @@ from router.text.stop_strings import build_stop_strings
 _T = TypeVar("_T")
 
 MAX_REPEATED = 128 * 1024 * 1024  # bytes of prompt fields in an answer
-_ID_BYTES, _LOGPROB_BYTES = 8, 64  # approximate JSON bytes per token
+_ID_BYTES = 8  # approximate JSON bytes per token id
+_LOGPROB_BYTES = 64  # approximate JSON bytes per log-probability
 _NAMED_IDS = [name for name in TOKEN_ID_LISTS if name in GenerateBody.__struct_fields__]
 _SEED_BITS = 63
 _SEED_RANGE = 2**64  # modulus of negative seeds
@@ -98,7 +99,8 @@ def make_job(
     top_k = max(_first(body.top_k, defaults.top_k), 0)  # -1 also means off
     top_p = _first(body.top_p, defaults.top_p)
     if top_p == 0:  # only the best token
-        top_k, top_p = 1, 1.0
+        top_k = 1
+        top_p = 1.0
     logprobs = len(named.logprob_token_ids) or min(body.num_logprobs, limits.vocab_size)
     sampling = SamplingParams(
         **{name: getattr(body, name) for name in BodyParams.__struct_fields__},

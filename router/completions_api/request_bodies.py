@@ -143,7 +143,7 @@ class ChatBody(GenerateBody, kw_only=True, frozen=True):
         of_think = self.think if isinstance(self.think, bool) else None
         of_effort = False if self.effort == "none" else None
         said = (thinking, self.enable_thinking, of_think, of_reasoning, of_effort)
-        return next((each for each in said if each is not None), None)
+        return next((choice for choice in said if choice is not None), None)
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[TokenLogprob], num_top: in
 
 def lazy_completion_logprobs(names: TokenNames, tables: Sequence[LogprobTable], num_top: int) -> CompletionLogprobs:
     """``completion_logprobs`` of all tables, in lazy lists."""
-    text, top = partial(_token_text, names), partial(_top_logprobs, names, num_top=num_top)
+    text = partial(_token_text, names)
+    top = partial(_top_logprobs, names, num_top=num_top)
     return CompletionLogprobs(
         tokens=lazy_list(lambda: (list(map(text, part)) for table in tables for part in parts(table.token_ids))),
         token_logprobs=lazy_list(lambda: (list(part) for table in tables for part in parts(table.logprobs))),
@@ -213,10 +214,10 @@ def prompt_logprobs(names: TokenNames, scores: PromptScores, num_top: int) -> Pr
     def entries() -> Iterator[PromptLogprobs]:
         yield [None]
         for token_id, (own, rank, best) in zip(scores.token_ids[1:], scores.rows(), strict=True):
-            found = {str(token_id): _prompt_logprob(names, token_id, own, rank=rank)}
+            entry = {str(token_id): _prompt_logprob(names, token_id, own, rank=rank)}
             for top_rank, (other, logprob) in enumerate(best[:num_top], 1):
-                found.setdefault(str(other), _prompt_logprob(names, other, logprob, rank=top_rank))
-            yield [found]
+                entry.setdefault(str(other), _prompt_logprob(names, other, logprob, rank=top_rank))
+            yield [entry]
 
     return lazy_list(entries)
 
@@ -229,8 +230,8 @@ def _top_logprobs(names: TokenNames, token: TokenLogprob, num_top: int) -> dict[
     """Return the token first, as vLLM does, then the best ones."""
     if token.logprob is None:
         return None
-    found = {_token_text(names, token.token_id): token.logprob}
-    return found | {_token_text(names, token_id): logprob for token_id, logprob in token.alternatives[:num_top]}
+    logprobs = {_token_text(names, token.token_id): token.logprob}
+    return logprobs | {_token_text(names, token_id): logprob for token_id, logprob in token.alternatives[:num_top]}
 
 
 def _chat_token(names: TokenNames, token: TokenLogprob, num_top: int) -> ChatTokenLogprob:

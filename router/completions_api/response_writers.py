@@ -115,7 +115,8 @@ class FullResponse(ChoicesResponse, BodyResponse):
         fields: dict[str, Any] = {}
         if self._return_token_ids:
             fields["prompt_token_ids"] = lazy_numbers(self.jobs[index].prompt.unpacked())
-        num_top, scores = self._prompt_logprobs, self.generation.runs[index].scores
+        num_top = self._prompt_logprobs
+        scores = self.generation.runs[index].scores
         if num_top is not None and scores is not None:
             fields["prompt_logprobs"] = prompt_logprobs(self._encoder.names, scores, num_top)
         return fields

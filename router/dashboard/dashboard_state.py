@@ -66,7 +66,8 @@ class DashboardState:
             self._sample(second)
 
     def _sample(self, second: int) -> None:
-        metrics, now = self._metrics, asyncio.get_running_loop().time()
+        metrics = self._metrics
+        now = asyncio.get_running_loop().time()
         waiting = int(_value(metrics.waiting))
         views = [view for view in self._nodes.views() if view.ready and view.model in self._models]
         self._reads = self._live_reads()
@@ -105,7 +106,7 @@ class DashboardState:
             handoffs=handoffs,
             connections=connections[:_MAX_CONNECTIONS],
             num_connections=len(connections),
-            num_connected=sum(each.transport != "none" for each in connections),
+            num_connected=sum(connection.transport != "none" for connection in connections),
         )
 
     def _live_reads(self) -> tuple[live.LiveHandoffs | None, list[live.LiveConnection]]:
@@ -127,7 +128,8 @@ class DashboardState:
 
     def _live_node(self, node: NodeClient) -> live.LiveNode:
         key = node.role, node.address
-        view, description = node.view(), node.description
+        view = node.view()
+        description = node.description
         if view is None or description is None:
             if key not in self._last_seen:
                 return live.LiveNode("", node.role, node.address, "", "faulty" if node.fault else "unreachable")
@@ -136,7 +138,8 @@ class DashboardState:
             state = "faulty" if node.fault else "lost"
             return live.LiveNode(name, node.role, node.address, model, state, lost_seconds=lost_seconds)
         used = view.model in self._models and description.role == node.role
-        history, load = self._poller.histories.get(key), node.reported
+        history = self._poller.histories.get(key)
+        load = node.reported
         has_step = view.decodes and bool(view.costs.decode)
         return live.LiveNode(
             name=view.node_id,
@@ -167,9 +170,9 @@ def _value(metric: Collector) -> float:
 
 def _outcomes(requests: prometheus.Counter) -> Counter[str]:
     """Finished requests by outcome, over all endpoints."""
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     for family in requests.collect():
         for sample in family.samples:
             if sample.name.endswith("_total"):
-                found[sample.labels["outcome"]] += int(sample.value)
-    return found
+                outcomes[sample.labels["outcome"]] += int(sample.value)
+    return outcomes

@@ -72,8 +72,8 @@ def parse_status(at: float, epoch: str, status: pb.NodeStatus) -> StatusSample:
         elif name in _PEER_COUNTERS:
             setattr(peers.setdefault(labels_of(labels)["peer"], PeerCounters()), _PEER_COUNTERS[name], value)
         elif name == _CONNECTED and value:
-            found = labels_of(labels)
-            peers.setdefault(found["peer"], PeerCounters()).transport = found["transport"]
+            named = labels_of(labels)
+            peers.setdefault(named["peer"], PeerCounters()).transport = named["transport"]
     return StatusSample(at, epoch, status.leased_blocks, counters, exposed, peers)
 
 
@@ -98,7 +98,8 @@ class NodeHistory:
         return len(self._samples) > 1
 
     def rate(self, counter: str) -> float:
-        first, last = self._samples[0], self._samples[-1]
+        first = self._samples[0]
+        last = self._samples[-1]
         return max(0.0, last.counters[counter] - first.counters[counter]) / (last.at - first.at)
 
     def total(self, counter: str) -> float:
@@ -123,13 +124,15 @@ class NodeHistory:
 
     def connections(self, reader: str, names: Mapping[str, str]) -> list[LiveConnection]:
         """Connections of the node ``reader`` to those that it reads from; ``names`` are names of nodes by address."""
-        first, last = self._samples[0], self._samples[-1]
+        first = self._samples[0]
+        last = self._samples[-1]
         elapsed = last.at - first.at
-        found: list[LiveConnection] = []
+        connections: list[LiveConnection] = []
         for address, peer in last.peers.items():
             before = first.peers.get(address, PeerCounters())
-            num_bytes, seconds = peer.bytes - before.bytes, peer.seconds - before.seconds
-            found.append(
+            num_bytes = peer.bytes - before.bytes
+            seconds = peer.seconds - before.seconds
+            connections.append(
                 LiveConnection(
                     prefill=names.get(address, address),
                     decode=reader,
@@ -139,7 +142,7 @@ class NodeHistory:
                     read_failure_rate=max(0.0, peer.failures - before.failures) / elapsed,
                 )
             )
-        return found
+        return connections
 
 
 class ExposedLatency:
@@ -180,17 +183,26 @@ def live_reads(
 
     ``names`` are names of nodes by address. Connections of prefill nodes are there while these pull.
     """
-    decodes, connections, pulling = list[NodeHistory](), list[LiveConnection](), list[LiveConnection]()
+    decodes = list[NodeHistory]()
+    connections = list[LiveConnection]()
+    pulling = list[LiveConnection]()
     for role, name, history in readers:
-        found = history.connections(name, names)
+        own = history.connections(name, names)
         if role == "prefill":
-            pulling += [each for each in found if each.byte_rate]
+            pulling += [connection for connection in own if connection.byte_rate]
         else:
             decodes.append(history)
-            connections += found
+            connections += own
     handoffs = sum_handoffs(decodes, connections, exposed) if decodes else None
     connections += pulling
-    connections.sort(key=lambda each: (each.transport != "none", -each.byte_rate, each.prefill, each.decode))
+    connections.sort(
+        key=lambda connection: (
+            connection.transport != "none",
+            -connection.byte_rate,
+            connection.prefill,
+            connection.decode,
+        )
+    )
     return handoffs, connections
 
 

@@ -48,7 +48,8 @@ class StatusPoller:
         while (started := loop.time()) < self._viewed_until:
             await self._poll_nodes()
             await asyncio.sleep(started + _PERIOD - loop.time())
-        self.histories, self.exposed = {}, ExposedLatency()
+        self.histories = {}
+        self.exposed = ExposedLatency()
 
     async def _poll_nodes(self) -> None:
         alive = {(node.role, node.address): node for node in self._nodes if node.description is not None}

@@ -15,7 +15,9 @@ FAILURES = ("overloaded_error", "timeout_error", "node_error", "server_error")
 
 _COLUMNS = LiveHistory.__struct_fields__
 # Windows of rates, quantiles and history, in seconds. History and latest figures use equal windows.
-_RATE_WINDOW, _QUANTILE_WINDOW, _HISTORY = 10, 60, 300
+_RATE_WINDOW = 10
+_QUANTILE_WINDOW = 60
+_HISTORY = 300
 
 
 class TrafficSample(msgspec.Struct, frozen=True):
@@ -73,7 +75,9 @@ class TrafficLog:
 
     def traffic(self) -> LiveTraffic:
         """Rates and quantiles at the latest sample, which must exist."""
-        now, then, earlier = self._samples[-1], self._since(_RATE_WINDOW), self._since(_QUANTILE_WINDOW)
+        now = self._samples[-1]
+        then = self._since(_RATE_WINDOW)
+        earlier = self._since(_QUANTILE_WINDOW)
         request_rate, failure_rate, output_token_rate = _rates(now, then)
         prompts = now.prompt_tokens - earlier.prompt_tokens
         ttft, itl = self._times(earlier)
@@ -101,7 +105,8 @@ class TrafficLog:
         return next((sample for sample in reversed(self._samples) if sample.at <= until), self._samples[0])
 
     def _times(self, since: TrafficSample) -> tuple[Quantiles, Quantiles]:
-        now, (ttft, itl) = self._samples[-1], self._bounds
+        now = self._samples[-1]
+        ttft, itl = self._bounds
         return _quantiles(ttft, now.ttft, since.ttft), _quantiles(itl, now.itl, since.itl)
 
 
@@ -116,7 +121,8 @@ def _elapsed(now: TrafficSample, then: TrafficSample) -> float:
 
 def _rates(now: TrafficSample, then: TrafficSample) -> tuple[float, float, float]:
     """Finished requests, failures and output tokens per second."""
-    elapsed, finished = _elapsed(now, then), _finished(now, then)
+    elapsed = _elapsed(now, then)
+    finished = _finished(now, then)
     failures = sum(finished[name] for name in FAILURES)
     return finished.total() / elapsed, failures / elapsed, (now.output_tokens - then.output_tokens) / elapsed
 

@@ -55,7 +55,8 @@ def in_chunks(pieces: Iterable[bytes]) -> Iterator[bytes]:
         size += len(piece)
         if size >= _CHUNK_BYTES:
             yield b"".join(parts)
-            parts, size = [], 0
+            parts = []
+            size = 0
     if parts:
         yield b"".join(parts)
 

@@ -7,7 +7,8 @@ from urllib.parse import quote
 from router.gate.rate_limits import Headers
 from router.generation.generation import RequestGeneration
 
-PREFILL_NODE, DECODE_NODE = "x-pdserve-prefill-node", "x-pdserve-decode-node"
+PREFILL_NODE = "x-pdserve-prefill-node"
+DECODE_NODE = "x-pdserve-decode-node"
 _MAX_ID = 100  # characters of a node id
 
 

@@ -21,7 +21,8 @@ from router.generation.generation import RequestGeneration
 from router.generation.job import Job
 
 MAX_HELD = 64 * 1024 * 1024  # bytes of text, token ids and log-probabilities of a response that is not streamed
-_TOKEN_BYTES, _ALTERNATIVE_BYTES = 20, 8  # memory in columns, per token and per alternative
+_TOKEN_BYTES = 20  # memory in columns per token
+_ALTERNATIVE_BYTES = 8  # memory in columns per alternative
 PAUSE_BYTES = 64 * 1024  # events that wait for the connection; above, the nodes pause the request
 _RESUME_BYTES = 16 * 1024  # bytes left to write when the connection takes bytes again
 _EVENT_BYTES = 96  # memory of an event beside its JSON: two objects and a list entry

@@ -146,11 +146,11 @@ class Fleet:
 
         Raises Overloaded when no node is ready, and RequestError when all have other tasks.
         """
-        found = self._current_members().limits
+        limits = self._current_members().limits
         for task in tasks:
-            if task in found:
-                return found[task]
-        for task in found:
+            if task in limits:
+                return limits[task]
+        for task in limits:
             remedy = f"use {_ENDPOINTS[task]}"
             raise RequestError(f"model {self._model!r} has the task {task!r}, not {tasks[0]!r}; {remedy}", "model")
         raise no_serving_node(self.snapshot(), tasks[0])
@@ -231,7 +231,8 @@ class Fleet:
         Raises Overloaded when that node is not ready for it, or takes only shorter requests.
         """
         views = {view.node_id: view for view in self._nodes.views()}
-        target, source = views.get(to.decode), views.get(to.prefill or "")
+        target = views.get(to.decode)
+        source = views.get(to.prefill or "")
         if target is None or source is None or not (target.ready and source.ready and target.reads_from(source)):
             raise Overloaded(f"node {to.decode} cannot read from {to.prefill} now")
         if target.max_model_len < len(message.token_ids) // TOKEN_BYTES + message.sampling.max_tokens:
@@ -268,8 +269,8 @@ class Fleet:
         cached: dict[str, int] = {}
         for block_size, nodes in self._current_members().cached.items():
             most = (prefix.num_tokens - 1) // block_size  # the last token is always computed
-            found = self._nodes.prefixes.match(prefix.hashes(block_size)[:most], nodes)
-            cached.update((nodes[blocks], count * block_size) for blocks, count in found.items())
+            matches = self._nodes.prefixes.match(prefix.hashes(block_size)[:most], nodes)
+            cached.update((nodes[blocks], count * block_size) for blocks, count in matches.items())
         return PolicyRequest(prefix.num_tokens, cached)
 
     def _named_prefills(self, addresses: Sequence[str]) -> frozenset[str] | None:
@@ -284,23 +285,23 @@ class Fleet:
             for node in self._nodes
             if node.role in ("prefill", BOTH) and node.description is not None
         }
-        found = set[str]()
+        node_ids = set[str]()
         for address in addresses:
             host = address.rpartition(":")[0] or address
             on_host = [node_id for other, node_id in listed.items() if other.rpartition(":")[0] == host]
             if address in listed:
-                found.add(listed[address])
+                node_ids.add(listed[address])
             elif len(on_host) == 1:
-                found.add(on_host[0])
-        if not found:
+                node_ids.add(on_host[0])
+        if not node_ids:
             text = f"no prefill node at {shown(', '.join(addresses))} is known here, or several are on that host"
             raise RequestError(f"{text}; name one that this server discovers, with its port of gRPC")
-        return frozenset(found)
+        return frozenset(node_ids)
 
     def _current_members(self) -> _Members:
-        known = self._nodes.known()
-        if self._members.known is not known:
-            self._members = _Members(known, self._model)
+        nodes = self._nodes.known()
+        if self._members.nodes is not nodes:
+            self._members = _Members(nodes, self._model)
         return self._members
 
     def _typical_costs(self, views: Sequence[NodeView]) -> StepCosts:
@@ -342,11 +343,11 @@ def _placed(message: pb.Generate, decode: str) -> dict[str, Value]:
 class _Members:
     """The nodes of a model, with values derived from them that hold until a node changes."""
 
-    def __init__(self, known: Mapping[tuple[str, str], NodeClient], model: str) -> None:
-        self.known = known
+    def __init__(self, nodes: Mapping[tuple[str, str], NodeClient], model: str) -> None:
+        self.nodes = nodes
         self.cached: dict[int, dict[CachedBlocks, str]] = {}  # block size → cached blocks → node id
         ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
-        for node in known.values():
+        for node in nodes.values():
             description = node.description
             if description is None or description.model != model:
                 continue

@@ -19,7 +19,8 @@ _COUNTS = (1, 2, 4, 8, 16, 32)  # streams that move between two nodes at a time
 # Longest pause of a stream, and of the last streams of a node, in ITL targets. On a node that computes prompts in bulk,
 # half a step takes 1/2 and a decode at least 1/9; the read is added. Simulated fleets differ little with 0.7 to 0.85;
 # with 0.6 a burst of decodes stays on the nodes where it began.
-_PAUSE, _LAST_PAUSE = 0.75, 1.0
+_PAUSE = 0.75
+_LAST_PAUSE = 1.0
 
 
 class Move(NamedTuple):
@@ -38,7 +39,8 @@ class _Node(NamedTuple):
 
     def saved(self, count: int) -> float:
         """Return the seconds that ``count`` streams fewer save on the node; if negative, minus the cost of more."""
-        load, decodes = self.view.load, self.view.load.to_decode
+        load = self.view.load
+        decodes = load.to_decode
 
         def seconds(number: int) -> float:
             return cost.decodes_cost(load, self.view.costs, max(0, number), _TOKENS, self.prompt_share)
@@ -61,9 +63,9 @@ def moves(snapshot: FleetSnapshot) -> list[Move]:
     """
     snapshot, typical = priced(snapshot)
     shares = prompt_shares(snapshot, typical)
-    found = [_Node(node, shares[node.node_id]) for node in snapshot.usable("decode")]
-    sources = sorted(found, key=lambda node: (node.saved(1), node.view.node_id))
-    targets = sorted(found, key=lambda node: (-node.saved(-1), node.view.node_id))
+    nodes = [_Node(node, shares[node.node_id]) for node in snapshot.usable("decode")]
+    sources = sorted(nodes, key=lambda node: (node.saved(1), node.view.node_id))
+    targets = sorted(nodes, key=lambda node: (-node.saved(-1), node.view.node_id))
     chosen: list[Move] = []
     while len(sources) > 1:
         targets.remove(source := sources.pop())
@@ -79,14 +81,16 @@ def _best_count(source: _Node, target: _Node) -> int:
     """Return how many streams to move; 0 if that saves nothing, or their pause would be too long."""
     decoding = source.view.load.decoding
     longest = max(source.view.load.itl_target, target.view.load.itl_target)
-    best, most = 0, _LEAST
+    best = 0
+    most = _LEAST
     for count in {min(count, decoding) for count in _COUNTS}:
         pause = _pause_seconds(target, count)
         if pause > (_LAST_PAUSE if count == decoding else _PAUSE) * longest:
             continue
         saved = source.saved(count) + target.saved(-count) - cost.DELAY_WEIGHT * count * pause
         if saved > most:
-            best, most = count, saved
+            best = count
+            most = saved
     return best
 
 

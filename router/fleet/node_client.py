@@ -14,7 +14,7 @@ import msgspec
 from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import PeerError
 from pdserve.hashing import unpack_block_hashes
-from pdserve.kv_groups import blocks_for
+from pdserve.kv.groups import blocks_for
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub, PoolingNodeStub
 from pdserve.request_cost import RequestLoad
@@ -192,7 +192,9 @@ class NodeClient:
 
     def _current_load(self, layout: pb.KVLayout) -> RequestLoad:
         """The reported load plus the requests that reports do not include yet."""
-        load, unreported, block_size = self._load, self._unreported, max(1, layout.block_size)
+        load = self._load
+        unreported = self._unreported
+        block_size = max(1, layout.block_size)
         windows = tuple(window or None for window in layout.group_windows) or (None,)
         blocks = sum(blocks_for(windows, tokens, block_size) for _, _, tokens, _ in unreported)
         return RequestLoad(

@@ -45,7 +45,7 @@ class Nodes:
         self._tls = tls
         self._nodes: dict[tuple[str, str], NodeClient] = {}  # by role and address
         self._known: dict[tuple[str, str], NodeClient] | None = None  # None: to be computed
-        self._directories = [Directory(each, partial(self.listed, role)) for role, each in sources.items()]
+        self._directories = [Directory(source, partial(self.listed, role)) for role, source in sources.items()]
         self._watchers: list[Callable[[], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._warned: set[tuple[str, str]] = set()  # addresses and models
@@ -87,7 +87,9 @@ class Nodes:
     def starting(self) -> bool:
         """Whether a listed node will be ready soon."""
         descriptions = [node.description for node in self]
-        return any(each is not None and each.state in ("loading", "connecting") for each in descriptions)
+        return any(
+            description is not None and description.state in ("loading", "connecting") for description in descriptions
+        )
 
     def not_ready(self) -> tuple[list[str], list[str]]:
         """Describe the listed nodes that do not answer, or not as they should, and those that are not ready."""
@@ -97,7 +99,7 @@ class Nodes:
             for node in unknown
         ]
         described = [(node, node.description) for node in self if node.description is not None and not node.ready]
-        return silent, [f"{node.role} node at {node.address} is {found.state}" for node, found in described]
+        return silent, [f"{node.role} node at {node.address} is {description.state}" for node, description in described]
 
     def known(self) -> Mapping[tuple[str, str], NodeClient]:
         """Listed nodes that have described themselves, by role and id; a node with several addresses appears once."""
@@ -112,8 +114,8 @@ class Nodes:
 
     def find(self, role: str, node_id: str) -> NodeClient:
         """Return the known node that takes requests of a role."""
-        known = self.known()
-        return known.get((role, node_id)) or known[BOTH, node_id]
+        nodes = self.known()
+        return nodes.get((role, node_id)) or nodes[BOTH, node_id]
 
     def views(self) -> tuple[NodeView, ...]:
         views = (view for node in self.known().values() if (view := node.view()) is not None)
@@ -170,11 +172,11 @@ class Nodes:
         for node in self:
             if node.description is None or node.description.model in self._models:
                 continue
-            found = node.address, node.description.model
-            if found not in self._warned:
-                self._warned.add(found)
+            address_and_model = node.address, node.description.model
+            if address_and_model not in self._warned:
+                self._warned.add(address_and_model)
                 served = ", ".join(map(repr, self._models))
-                logger.warning("node at %s serves model %r, this router %s; it is not used", *found, served)
+                logger.warning("node at %s serves model %r, this router %s; it is not used", *address_and_model, served)
         for watcher in tuple(self._watchers):
             watcher()
 

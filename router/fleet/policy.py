@@ -18,10 +18,14 @@ from pdserve.request_cost import LinearCost, OutOfRange, PromptTimes, RequestLoa
 
 _MOST_SOURCES = 4  # peers that are considered for a pull
 _MOST_OPTIONS = 6  # options listed in a trace
-_SLACK, _SLACK_SHARE = 1e-3, 0.01  # seconds, and a share of the cost, within which two costs count as equal
+# Two costs within these seconds, or within this share of the cost, count as equal.
+_SLACK = 1e-3
+_SLACK_SHARE = 0.01
 
-
-GENERATE, EMBED, CLASSIFY = TASKS = ("generate", "embed", "classify")  # tasks of nodes
+GENERATE = "generate"
+EMBED = "embed"
+CLASSIFY = "classify"
+TASKS = (GENERATE, EMBED, CLASSIFY)  # tasks of nodes
 POOLING = (EMBED, CLASSIFY)
 BOTH = "both"  # role of a node that prefills and decodes
 
@@ -193,7 +197,8 @@ def compared_options(snapshot: FleetSnapshot, request: PolicyRequest, chosen: Pl
         options.append(Option(way.seconds + way.saved, way.node.node_id, prefill, None))
 
     def rank(option: Option) -> tuple[bool, bool, bool, float]:
-        other_decode, other_prefill = option.decode != chosen.decode, option.prefill != chosen.prefill
+        other_decode = option.decode != chosen.decode
+        other_prefill = option.prefill != chosen.prefill
         other_nodes = other_decode or other_prefill
         return other_nodes or option.source != chosen.source, other_nodes, other_decode, option.seconds
 
@@ -210,7 +215,8 @@ def _candidates(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Candid
     shares = prompt_shares(snapshot, typical)
     candidates: list[_Candidate] = []
     for decode in decodes:
-        load, costs = decode.load, decode.costs
+        load = decode.load
+        costs = decode.costs
         uncached = request.uncached(decode.node_id)
         decoding = cost.decode_cost(load, costs, request.num_tokens, shares[decode.node_id])
         per_token = cost.time_per_token(costs.decode, load.to_decode + 1, shares[decode.node_id])
@@ -273,15 +279,16 @@ def pooling_node(
     if not nodes:
         raise no_serving_node(snapshot, task)
     if policy == PREFIX_AWARE:
-        found, _ = price(nodes, snapshot.typical or typical_costs(nodes))
-        if found:
-            return _rank_prefills(found, PolicyRequest(num_tokens), snapshot.counter)[0].node.node_id
+        priced_nodes, _ = price(nodes, snapshot.typical or typical_costs(nodes))
+        if priced_nodes:
+            return _rank_prefills(priced_nodes, PolicyRequest(num_tokens), snapshot.counter)[0].node.node_id
     if policy != ROUND_ROBIN:
         nodes = _fewest_requests(nodes)
     return nodes[snapshot.counter % len(nodes)].node_id
 
 
-ROUND_ROBIN, LEAST_LOADED = "round-robin", "least-loaded"
+ROUND_ROBIN = "round-robin"
+LEAST_LOADED = "least-loaded"
 PREFIX_AWARE = "prefix-aware"  # the only policy that uses the prefix index
 POLICIES: dict[str, Policy] = {
     ROUND_ROBIN: round_robin,
@@ -383,12 +390,12 @@ def _sources(snapshot: FleetSnapshot, request: PolicyRequest) -> list[_Source]:
     """Return peers for a pull, the longest prefix first; of equal ones, the fastest to answer first."""
     if not (request.cached and request.may_hand_off):
         return []
-    found = [
+    sources = [
         _Source(node, request.cached[node.node_id], cost.answer_wait(node.load, node.costs))
         for node in snapshot.nodes
         if node.node_id in request.cached and node.ready and not node.stalled
     ]
-    return sorted(found, key=lambda source: (-source.num_tokens, source.wait))[:_MOST_SOURCES]
+    return sorted(sources, key=lambda source: (-source.num_tokens, source.wait))[:_MOST_SOURCES]
 
 
 def _with_pull(
@@ -406,7 +413,8 @@ def _with_pull(
     chosen = None
     if not sources:
         return best, None, 0.0
-    load, costs = reader.load, reader.costs
+    load = reader.load
+    costs = reader.costs
     pace = cost.prompt_pace(load, costs, load.backlog, load.decoding)
     split_block = load.block_size if load.windows == (None,) else 0
     for source in sources:
@@ -418,9 +426,10 @@ def _with_pull(
             continue
         rest = times(uncached - plan.loaded)
         pull = plan.seconds / cost.CLEAR_WIN - (plan.seconds if plan.computed else 0.0)  # a split is in ``rest``
-        found = PromptTimes(rest.first_token + pull, rest.delays)
-        if found.cost < best.cost:
-            best, chosen = found, source
+        source_times = PromptTimes(rest.first_token + pull, rest.delays)
+        if source_times.cost < best.cost:
+            best = source_times
+            chosen = source
     return best, chosen, computed.cost - best.cost
 
 
@@ -435,33 +444,35 @@ def priced(snapshot: FleetSnapshot) -> tuple[FleetSnapshot, StepCosts]:
     """Return the nodes of the snapshot's model that have a price, with all costs, and the typical costs."""
     nodes = [node for node in snapshot.nodes if node.model == snapshot.model]
     typical = snapshot.typical or typical_costs(nodes)
-    found, _ = price(nodes, typical)
-    return FleetSnapshot(snapshot.model, tuple(found), snapshot.counter, typical), typical
+    priced_nodes, _ = price(nodes, typical)
+    return FleetSnapshot(snapshot.model, tuple(priced_nodes), snapshot.counter, typical), typical
 
 
 def price(nodes: Sequence[NodeView], typical: StepCosts) -> tuple[list[NodeView], list[Unpriced]]:
     """Return nodes with all costs, typical ones where they have measured none, and the nodes without a price."""
-    found, unpriced = list[NodeView](), list[Unpriced]()
+    priced_nodes = list[NodeView]()
+    unpriced = list[Unpriced]()
     for node in nodes:
         costs = node_costs(node, typical)
         reason = cost.out_of_range(node.load, node.costs) or cost.out_of_range(node.load, costs)
         if reason is None:
-            found.append(msgspec.structs.replace(node, costs=costs))
+            priced_nodes.append(msgspec.structs.replace(node, costs=costs))
         else:
             unpriced.append(Unpriced(node.node_id, reason))
-    return found, unpriced
+    return priced_nodes, unpriced
 
 
 def typical_costs(nodes: Sequence[NodeView]) -> StepCosts:
     """Return the mean of the measured bases and the median of the slopes; defaults for unmeasured costs."""
     measured = [node.costs for node in nodes if cost.out_of_range(node.load, node.costs) is None]
-    found = {}
+    lines_by_name = {}
     for name in StepCosts.__struct_fields__:
         if lines := [line for costs in measured if (line := getattr(costs, name))]:
-            base, slopes = fmean(line.base for line in lines), [line.slope for line in lines if line.slope]
+            base = fmean(line.base for line in lines)
+            slopes = [line.slope for line in lines if line.slope]
             assumed = getattr(cost.TYPICAL, name)
-            found[name] = LinearCost(base, median(slopes) if slopes else base * assumed.slope / assumed.base)
-    return msgspec.structs.replace(cost.TYPICAL, **found)
+            lines_by_name[name] = LinearCost(base, median(slopes) if slopes else base * assumed.slope / assumed.base)
+    return msgspec.structs.replace(cost.TYPICAL, **lines_by_name)
 
 
 def node_costs(node: NodeView, typical: StepCosts) -> StepCosts:
@@ -470,8 +481,10 @@ def node_costs(node: NodeView, typical: StepCosts) -> StepCosts:
     Its steps show how fast it decodes as many sequences as now. Other numbers take as long as is typical, times that: a
     node whose number hardly changes finds any slope.
     """
-    measured, line = node.costs, typical.decode
-    seconds, usual = measured.decode.at(node.load.decoding), line.at(node.load.decoding)
+    measured = node.costs
+    line = typical.decode
+    seconds = measured.decode.at(node.load.decoding)
+    usual = line.at(node.load.decoding)
     factor = seconds / usual if seconds and usual else 1.0
     decode = LinearCost(factor * line.base, factor * line.slope)
     return StepCosts(measured.prompt or typical.prompt, decode, measured.read or typical.read)

@@ -86,11 +86,11 @@ class PrefixIndex:
         by_mask: dict[int, dict[int, CachedBlocks]] = {}
         for node in nodes:
             by_mask.setdefault(node.sample_mask, {})[node.bit] = node
-        found: dict[CachedBlocks, int] = {}
+        matches: dict[CachedBlocks, int] = {}
         for mask, members in by_mask.items():
             for bits, count in self._follow(hashes, mask, sum(members)):
-                found.update((members[bit], count) for bit in _single_bits(bits))
-        return found
+                matches.update((members[bit], count) for bit in _single_bits(bits))
+        return matches
 
     def _follow(self, hashes: Sequence[int], mask: int, bits: int) -> Iterator[tuple[int, int]]:
         """Yield nodes of one sampling with their leading blocks, as their chains end."""

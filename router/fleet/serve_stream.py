@@ -124,8 +124,8 @@ class ServeStream(MultiplexedStream[pb.ServeRequest, pb.OutputBatch, pb.Output, 
 
     def movable(self) -> list[OutputHandler]:
         """Return the requests that may move, those with the least KV first."""
-        found = [(handler.movable_tokens, handler) for handler in self._handlers.values()]
-        return [handler for tokens, handler in sorted(found, key=itemgetter(0)) if tokens]
+        handlers = [(handler.movable_tokens, handler) for handler in self._handlers.values()]
+        return [handler for tokens, handler in sorted(handlers, key=itemgetter(0)) if tokens]
 
     def _entries(self, batch: pb.OutputBatch) -> Sequence[pb.Output]:
         return lightest_first(batch.outputs) if batch.ByteSize() > _SORTED_BYTES else batch.outputs
@@ -162,11 +162,13 @@ def _split_resume(message: pb.Generate) -> Iterator[pb.ResumedChoices]:
     if sum(len(choice.token_ids) for choice in choices) <= RESUME_LIMIT:
         return
     del message.resume[:]
-    part, size = pb.ResumedChoices(request=message.request), 0
+    part = pb.ResumedChoices(request=message.request)
+    size = 0
     for choice in choices:
         if size and size + len(choice.token_ids) > RESUME_LIMIT:
             yield part
-            part, size = pb.ResumedChoices(request=message.request), 0
+            part = pb.ResumedChoices(request=message.request)
+            size = 0
         part.choices.append(choice)
         size += len(choice.token_ids)
     message.resume.extend(part.choices)

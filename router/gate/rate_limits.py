@@ -40,7 +40,9 @@ class TokenBucket:
 
     def resize(self, per_minute: float, now: float) -> None:
         used = self.per_minute - self.level(now)
-        self.per_minute, self._level, self._updated_at = per_minute, per_minute - used, now
+        self.per_minute = per_minute
+        self._level = per_minute - used
+        self._updated_at = now
 
 
 class RateLimits:
@@ -92,14 +94,14 @@ class RateLimits:
 
     def headers(self, now: float) -> Headers:
         """OpenAI's ``x-ratelimit-*`` headers of the limits that are set."""
-        found: Headers = []
+        headers: Headers = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
                 remaining = b"%d" % math.floor(max(0.0, bucket.level(now)))
                 reset = b"%.3gs" % bucket.wait_for(bucket.per_minute, now)
                 values = {b"limit": b"%d" % bucket.per_minute, b"remaining": remaining, b"reset": reset}
-                found += [(b"x-ratelimit-%b-%b" % (kind, name), value) for kind, value in values.items()]
-        return found
+                headers += [(b"x-ratelimit-%b-%b" % (kind, name), value) for kind, value in values.items()]
+        return headers
 
     def _exceeded(self, limit: str, wait: float, now: float) -> RateLimitExceeded:
         return RateLimitExceeded(f"{limit}; retry in {math.ceil(wait) or 1} s", wait, self.headers(now))

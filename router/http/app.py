@@ -200,7 +200,8 @@ def _without_slash(request: Request, app: FastAPI) -> str:
 
     Scheme, host and a prefix that a proxy has removed stay those of the client.
     """
-    path, query = request.url.path, request.url.query
+    path = request.url.path
+    query = request.url.query
     if not path.endswith("/") or not _methods_of_path(path.rstrip("/"), app):
         return ""
     return f"../{path.rstrip('/').rpartition('/')[2]}" + (f"?{query}" if query else "")

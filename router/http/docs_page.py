@@ -57,7 +57,10 @@ def _operation(method: str, path: str, operation: Fields) -> Iterator[str]:
     body = operation.get("requestBody", {}).get("content", {})
     yield f"<h3>Example</h3><pre><code>{escape(_curl(method, path, body))}</code></pre>"
     if operation["parameters"]:
-        rows = [(_code(each["name"]), each["in"], _type(each["schema"])) for each in operation["parameters"]]
+        rows = [
+            (_code(parameter["name"]), parameter["in"], _type(parameter["schema"]))
+            for parameter in operation["parameters"]
+        ]
         yield f"<h3>Parameters</h3>{_table(('Name', 'In', 'Type'), rows)}"
     if body:
         yield f"<h3>Body</h3><p>{_content(body)}"

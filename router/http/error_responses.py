@@ -30,8 +30,8 @@ class ErrorFormats:
         self._formats = {path: dialect.errors for dialect in dialects for path in dialect.paths}
 
     def of(self, path: str) -> ErrorFormat:
-        found = (errors for own, errors in self._formats.items() if path == own or path.startswith(own + "/"))
-        return next(found, OPENAI_ERRORS)
+        formats = (errors for own, errors in self._formats.items() if path == own or path.startswith(own + "/"))
+        return next(formats, OPENAI_ERRORS)
 
 
 def error_response(error: PdserveError, errors: ErrorFormat, request_id: str | None = None) -> Response:

@@ -13,7 +13,8 @@ from pdserve.errors import RequestError, shown
 from router.fleet.policy import NO_HINT, RoutingHint
 
 PREFILLER = "x-prefiller-host-port"
-TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
+TTFT = "x-llm-d-slo-ttft-ms"
+TPOT = "x-llm-d-slo-tpot-ms"
 _MOST_PREFILLERS = 16
 
 
@@ -22,7 +23,7 @@ def routing_hint(scope: Scope, trusted: bool) -> RoutingHint:
     if not trusted:
         return NO_HINT
     values = {name.decode("latin-1"): value.decode("latin-1").strip() for name, value in scope["headers"]}
-    prefill = tuple(filter(None, (each.strip() for each in values.get(PREFILLER, "").split(","))))
+    prefill = tuple(filter(None, (address.strip() for address in values.get(PREFILLER, "").split(","))))
     if len(prefill) > _MOST_PREFILLERS:
         raise RequestError(f"{PREFILLER} names {len(prefill)} nodes; name at most {_MOST_PREFILLERS}")
     return RoutingHint(prefill, _seconds(values, TTFT), _seconds(values, TPOT))

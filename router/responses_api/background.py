@@ -65,7 +65,8 @@ class EventLog:
     async def _read(self, after: int) -> AsyncIterator[list[Event]]:
         """Like ``read``, with an empty batch after each ``_wake`` without an event."""
         while True:
-            more, events = self._more, self._events[after + 1 :]
+            more = self._more
+            events = self._events[after + 1 :]
             after += len(events)
             for batch in batches(chain.from_iterable(map(_parts, events))):
                 yield batch

@@ -76,7 +76,9 @@ class ResponsesDialect(GenerateDialect[ResponsesBody]):
         store = self.store if body.request.store else None
         # Stored responses have ids of their own, as a client may choose the id of its request.
         response_id = f"resp_{options.request_id if store is None else uuid4().hex}"
-        jobs, parsing, tokenizer = prepared.jobs, prepared.parsing, model.tokenizer
+        jobs = prepared.jobs
+        parsing = prepared.parsing
+        tokenizer = model.tokenizer
         stored = store is not None
         warnings = parsing.warnings
         sampling = jobs[0].sampling
@@ -147,8 +149,8 @@ async def _with_stored_items(body: ResponsesBody, owner: str, store: ResponseSto
     own = input_items(body.request.input)
     references = [name for item in own if (name := reference_of(item)) is not None]
     previous_id = body.request.previous_response_id
-    before, found = await store.run(
+    before, stored = await store.run(
         partial(find_conversation, owner=owner, previous_id=previous_id, references=references)
     )
-    items = [*before, *(found.get(str(item.get("id")), item) if reference_of(item) else item for item in own)]
+    items = [*before, *(stored.get(str(item.get("id")), item) if reference_of(item) else item for item in own)]
     return await asyncio.to_thread(body.with_items, items)

@@ -137,7 +137,8 @@ class OutputItemWriter:
 
     def _close(self, status: Literal["completed", "incomplete"]) -> None:
         self.settle()
-        item, self._open = self._open, None
+        item = self._open
+        self._open = None
         self._texts = []
         match item:
             case None:

@@ -142,7 +142,8 @@ def responses_body(fields: dict[str, Any]) -> ResponsesBody:
     request = convert(own, ResponsesRequest)
     _check(request)
     rest = {name: value for name, value in fields.items() if name not in own}
-    items, offered = input_items(request.input), offered_tools(request.tools)
+    items = input_items(request.input)
+    offered = offered_tools(request.tools)
     conversation = InputChat() if request.needs_store else input_chat(items, request.instructions)
     with named_as(FIELD_NAMES):
         chat = convert({**rest, **_as_chat(request, conversation, offered)}, ChatBody)

@@ -23,7 +23,8 @@ _VERSION = 3  # schema version
 _MAX_ENTRIES = 100_000
 _ENTRY_SHARE = 4  # divisor: an entry may have 1/4 of all bytes
 _IN_PROGRESS = "in_progress"
-_PLACES, _PLACES_DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Place])
+_PLACES = msgspec.msgpack.Encoder()
+_PLACES_DECODER = msgspec.msgpack.Decoder(list[Place])
 _TABLES = """
 CREATE TABLE responses (
   number INTEGER PRIMARY KEY, owner TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, bytes INTEGER NOT NULL,
@@ -105,7 +106,8 @@ class ResponseDatabase:
         }
         with self._transaction() as db:
             self._remove(entry.owner, entry.id)
-            columns, values = ", ".join(row), ", ".join("?" * len(row))
+            columns = ", ".join(row)
+            values = ", ".join("?" * len(row))
             added = db.execute(f"INSERT INTO responses ({columns}) VALUES ({values})", tuple(row.values()))
             self._add_items(entry.owner, entry.items.places, added.lastrowid or 0)
             self._count(entry.owner, 1, size)
@@ -127,8 +129,11 @@ class ResponseDatabase:
         try:
             self._check_size(size + added)
         except StoreError as exc:
-            response, status = _failed(started, f"the response is not stored: {exc}"), "failed"
-            output, events, added = StoredItems(b"", []), b"", 0
+            response = _failed(started, f"the response is not stored: {exc}")
+            status = "failed"
+            output = StoredItems(b"", [])
+            events = b""
+            added = 0
         items = before.followed_by(output)
         values = (status, response, items.data, _PLACES.encode(items.places), events, added, number)
         with self._transaction() as db:
@@ -157,7 +162,8 @@ class ResponseDatabase:
 
     def read_items(self, index: ItemIndex, first: int, end: int) -> bytes:
         """Return the JSON of items ``first`` … ``end`` - 1 of a response, and read no others."""
-        start, stop = start_of(index.places, first), start_of(index.places, end)
+        start = start_of(index.places, first)
+        stop = start_of(index.places, end)
         with self._connection.blobopen("responses", "items", index.number, readonly=True) as items:
             items.seek(start)
             return bytes(items.read(stop - start))
@@ -234,8 +240,8 @@ class ResponseDatabase:
 
     def _row(self, columns: str, owner: str, response_id: str) -> tuple[Any, ...] | None:
         sql = f"SELECT {columns} FROM responses WHERE owner = ? AND id = ? AND created > ?"
-        found: tuple[Any, ...] | None = self._connection.execute(sql, (owner, response_id, self._oldest)).fetchone()
-        return found
+        row: tuple[Any, ...] | None = self._connection.execute(sql, (owner, response_id, self._oldest)).fetchone()
+        return row
 
     def _add_items(self, owner: str, places: Sequence[Place], number: int) -> None:
         rows = [(owner, place.id, number) for place in places]

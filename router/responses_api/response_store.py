@@ -101,10 +101,10 @@ class ResponseStore:
         return ResponseNotStored(text, "response_id", "response_not_found")
 
     async def _column(self, column: str, owner: str, response_id: str) -> bytes:
-        found = await self._run(self._database.read, column, owner, response_id)
-        if found is None:
+        value = await self._run(self._database.read, column, owner, response_id)
+        if value is None:
             raise self.not_stored(response_id)
-        return found
+        return value
 
     async def _run(self, call: Callable[..., Result], *args: Any) -> Result:
         try:
@@ -175,7 +175,7 @@ def find_conversation(
 def _find_items(
     database: ResponseDatabase, owner: str, references: Sequence[str], budget: ConversationBudget
 ) -> dict[str, Item]:
-    found: dict[str, Item] = {}
+    items: dict[str, Item] = {}
     responses: dict[str, tuple[ItemIndex, dict[str, int]]] = {}  # response id → index, and positions of items by id
     response_of: dict[str, str] = {}  # item id → response id
     for name in references:
@@ -190,6 +190,6 @@ def _find_items(
         index, positions = responses[response_id]
         at = positions[name]
         budget.take(index.places, at, at + 1, field="input")
-        if name not in found:
-            found[name] = msgspec.json.decode(database.read_items(index, at, at + 1))
-    return found
+        if name not in items:
+            items[name] = msgspec.json.decode(database.read_items(index, at, at + 1))
+    return items

@@ -90,7 +90,9 @@ class ConversationBudget:
 
 def encode_items(items: Iterable[Item]) -> StoredItems:
     """An id that comes again is replaced, since pages of items begin behind an id."""
-    data, places, ids = bytearray(), list[Place](), set[str]()
+    data = bytearray()
+    places = list[Place]()
+    ids = set[str]()
     for item in map(stored_item, items):
         if item["id"] in ids:
             item["id"] = new_id(_ID_PREFIXES.get(item["type"], "item"))
@@ -107,7 +109,8 @@ def encode_output(output: Iterable[OutputItem]) -> StoredItems:
 
 def decode_items(data: bytes, places: Iterable[Place], start: int = 0) -> Iterator[Item]:
     """Decode items one by one, so that other threads run in between. ``data`` begins at ``start`` of the items."""
-    view, at = memoryview(data), start
+    view = memoryview(data)
+    at = start
     for place in places:
         yield msgspec.json.decode(view[at - start : place.end - start])
         at = place.end
@@ -116,9 +119,10 @@ def decode_items(data: bytes, places: Iterable[Place], start: int = 0) -> Iterat
 def stored_item(item: Item) -> Item:
     """Return an item as clients read it: with an id, a status, content in parts, and no unknown fields."""
     kind = item.get("type", "message")
-    given, status = item.get("id"), item.get("status")
-    known = given if isinstance(given, str) else new_id(_ID_PREFIXES.get(kind, "item"))
-    stored: Item = {"type": kind, "id": known, "status": status if status in _STATUSES else "completed"}
+    given = item.get("id")
+    status = item.get("status")
+    item_id = given if isinstance(given, str) else new_id(_ID_PREFIXES.get(kind, "item"))
+    stored: Item = {"type": kind, "id": item_id, "status": status if status in _STATUSES else "completed"}
     stored |= {name: item[name] for name in _TEXTS.get(kind, ()) if isinstance(item.get(name), str)}
     stored |= {name: item[name] for name in _VALUES.get(kind, ()) if item.get(name) is not None}
     for name in _PARTS.get(kind, ()):
@@ -142,7 +146,9 @@ def num_values(item: Item) -> int:
     level: list[dict[str, Any] | list[Any]] = [item]
     while level:
         total += sum(map(len, level))
-        values = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+        values = [
+            value for container in level for value in (container.values() if isinstance(container, dict) else container)
+        ]
         level = [value for value in values if isinstance(value, dict | list)]
     return total
 

@@ -108,11 +108,12 @@ def _functions(tool: Tool, where: str, namespace: str | None, left_out: list[str
         case "local_shell":
             yield _named(kind, _SHELL_FUNCTION, namespace)
         case "namespace" if namespace is None:
-            inner, name = tool.get("tools"), tool.get("name")
+            inner = tool.get("tools")
+            name = tool.get("name")
             if not isinstance(name, str) or not isinstance(inner, list) or not all(isinstance(x, dict) for x in inner):
                 raise RequestError(f"{where}: a namespace needs a name and a list of tools", where)
-            for index, each in enumerate(inner):
-                yield from _functions(each, f"{where}.tools[{index}]", name, left_out)
+            for index, inner_tool in enumerate(inner):
+                yield from _functions(inner_tool, f"{where}.tools[{index}]", name, left_out)
         case str() if kind.startswith(_LEFT_OUT):
             left_out.append(kind)
         case _:
@@ -128,7 +129,8 @@ def _named(kind: str, function: Tool, namespace: str | None) -> tuple[ToolOrigin
 
 def _custom_description(tool: Tool, where: str) -> str:
     """The description of a custom tool, with the grammar of its input."""
-    description, form = tool.get("description") or "", tool.get("format") or {}
+    description = tool.get("description") or ""
+    form = tool.get("format") or {}
     if not isinstance(description, str) or not isinstance(form, dict):
         raise RequestError(f"{where}: description must be a string and format an object", where)
     if form.get("type") != "grammar":
@@ -174,7 +176,8 @@ def shell_action(arguments: str) -> dict[str, Any]:
     command = fields.get("command")
     if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
         command = [command] if isinstance(command, str) else [arguments]
-    directory, timeout = fields.get("working_directory"), fields.get("timeout_ms")
+    directory = fields.get("working_directory")
+    timeout = fields.get("timeout_ms")
     return {
         "type": "exec",
         "command": command,

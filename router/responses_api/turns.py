@@ -86,7 +86,8 @@ class SocketTurns(GenerateDialect[ResponsesBody]):
         return parse_turn(data)
 
     async def complete(self, body: ResponsesBody, owner: str) -> ResponsesBody:
-        previous, latest = body.request.previous_response_id, self._latest
+        previous = body.request.previous_response_id
+        latest = self._latest
         if latest is not None and previous == latest.id:
             return await asyncio.to_thread(_continued, body, latest, self._max_bytes)
         if previous is not None and self._responses.store is None:
@@ -101,7 +102,8 @@ class SocketTurns(GenerateDialect[ResponsesBody]):
         self, body: ResponsesBody, prepared: Prepared, model: ServedModel, options: GenerationOptions
     ) -> OutputItemsResponse:
         response = self._responses.respond(body, prepared, model, options=options)
-        items, store = body.items, response.on_final
+        items = body.items
+        store = response.on_final
 
         def keep(final: ResponseObject) -> None:
             store(final)
@@ -130,7 +132,8 @@ def _kept(final: ResponseObject, before: list[Item]) -> _Kept:
 
 def _continued(body: ResponsesBody, latest: _Kept, max_bytes: int) -> ResponsesBody:
     """Raises RequestError."""
-    places, own = latest.items.places, input_items(body.request.input)
+    places = latest.items.places
+    own = input_items(body.request.input)
     budget = ConversationBudget(max_bytes)
     budget.take(places, 0, len(places), field="previous_response_id")
     before = latest.items.decoded()

@@ -22,7 +22,8 @@ class FairSlots:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait for a slot and hold it."""
-        client, granted = CLIENT.get(), asyncio.get_running_loop().create_future()
+        client = CLIENT.get()
+        granted = asyncio.get_running_loop().create_future()
         self._turns.push(client, granted)
         self._grant()
         try:

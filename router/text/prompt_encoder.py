@@ -65,7 +65,8 @@ class PromptEncoder:
 
     async def encode_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """Tokenize a text that may be longer than a prompt. Raises RequestTooLong."""
-        limit, num_bytes = max(_MIN_LIMIT, self._max_bytes()), len(text.encode())
+        limit = max(_MIN_LIMIT, self._max_bytes())
+        num_bytes = len(text.encode())
         if num_bytes > limit:
             raise RequestTooLong(f"the text has {num_bytes} bytes; at most {limit} are tokenized, send parts", "prompt")
         return await self._encode_text(text, add_special_tokens)
@@ -80,8 +81,8 @@ class PromptEncoder:
         """Raises RequestTooLong, before the cost of tokenizing, for text that cannot fit with long tokens."""
         limit = self._max_bytes()
         if num_bytes > limit:
-            found = f"the prompt has {num_bytes} bytes; the {self._max_tokens()} tokens of the model hold at most"
-            raise RequestTooLong(f"{found} {limit}; shorten it", field, "context_length_exceeded")
+            problem = f"the prompt has {num_bytes} bytes; the {self._max_tokens()} tokens of the model hold at most"
+            raise RequestTooLong(f"{problem} {limit}; shorten it", field, "context_length_exceeded")
 
     def _encode_one(self, source: Source, add_special_tokens: bool) -> Prompt:
         if isinstance(source, bytes):
@@ -138,7 +139,9 @@ class PromptEncoder:
 
     def _decoded_offsets(self, token_ids: Sequence[int]) -> list[int]:
         """Return where each token begins in the decoded text."""
-        decoder, offsets, length = self._tokenizer.detokenizer(visible=None), [], 0
+        decoder = self._tokenizer.detokenizer(visible=None)
+        offsets = []
+        length = 0
         for token_id in token_ids:
             offsets.append(length)
             length += len(decoder.push(token_id))
@@ -163,7 +166,8 @@ def _groups(sources: Sequence[Source]) -> Iterator[Sequence[Source]]:
         num_chars += _num_chars(source)
         if index > start and num_chars > _INLINE_CHARS:
             yield sources[start:index]
-            start, num_chars = index, _num_chars(source)
+            start = index
+            num_chars = _num_chars(source)
     yield sources[start:]
 
 

@@ -54,7 +54,8 @@ class StopStrings:
             child = state + 1 if letters[state] == letter else self._branches.get(state, {}).get(letter, 0)
             if not child:
                 break
-            state, at = child, at + 1
+            state = child
+            at += 1
         if at == len(stop):
             self.complete[state] = at
             return
@@ -81,7 +82,10 @@ class StopStrings:
 
     def advance(self, state: int, text: str, may_stop: bool = True) -> Advanced:
         """Read ``text`` in ``state``, up to the first complete stop string if the text ``may_stop``."""
-        letters, branches, shorter, complete = self._letters, self._branches, self._shorter, self.complete
+        letters = self._letters
+        branches = self._branches
+        shorter = self._shorter
+        complete = self.complete
         for end, letter in enumerate(text, 1):
             while letters[state] != letter:
                 if state in branches and letter in branches[state]:
@@ -140,7 +144,8 @@ class StopMatcher:
 
     def flush(self) -> str:
         """Return the text held back, at the end."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
@@ -177,15 +182,16 @@ class LateStopMatcher(StopMatcher):
         if num_new <= 0 and reader.reasoning_end is None:
             return "", False
         waiting = "".join(self._waiting)
-        reasoned, rest = waiting[:num_new], waiting[num_new:]
+        reasoned = waiting[:num_new]
+        rest = waiting[num_new:]
         if reader.reasoning_end is None:
             self._num_passed += num_new
             self._waiting = [rest]
             return reasoned, False
         self._reader = None
         self._waiting = []
-        found, stopped = super().push(rest, may_stop)
-        return reasoned + found, stopped
+        answer, stopped = super().push(rest, may_stop)
+        return reasoned + answer, stopped
 
     def flush(self) -> str:
         return "".join(self._waiting) + super().flush()

@@ -54,7 +54,8 @@ def _byte_fallback(parts: list[dict[str, Any]]) -> tuple[Callable[[str], bytes],
     """Replace, ByteFallback, Fuse and perhaps Strip(start): SentencePiece as converted by Hugging Face."""
     if [part["type"] for part in parts[:3]] != ["Replace", "ByteFallback", "Fuse"]:
         return None
-    old, new = parts[0]["pattern"].get("String"), parts[0]["content"]
+    old = parts[0]["pattern"].get("String")
+    new = parts[0]["content"]
     if not old:
         return None
     strip_start = 0

@@ -116,7 +116,8 @@ class Tokenizer:
         Some tokenizers assign the space before a word to no token; here it belongs to the word.
         """
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        offsets, end = [], 0
+        offsets = []
+        end = 0
         for (start, stop), added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
             offsets.append(end if added else min(start, end))
             end = end if added else max(stop, end)
@@ -190,19 +191,19 @@ def _find_template(model_dir: Path, config: TokenizerConfig) -> str | None:
 
 
 def _named_tokens(config: TokenizerConfig) -> dict[str, str]:
-    found = {name: token_text(getattr(config, name)) for name in _NAMED_TOKENS}
-    return {name: token for name, token in found.items() if token is not None}
+    tokens = {name: token_text(getattr(config, name)) for name in _NAMED_TOKENS}
+    return {name: token for name, token in tokens.items() if token is not None}
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
     """Add tokens that only ``tokenizer_config.json`` lists, in id order, and mark special ones."""
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = [token for _, token in sorted((config.added_tokens_decoder or {}).items())]
     backend.add_tokens(
         [
             tokenizers.AddedToken(**msgspec.to_builtins(token))  # without unset fields
             for token in listed
-            if token.content not in known
+            if token.content not in added
         ]
     )
     special = list(_named_tokens(config).values())
@@ -213,6 +214,6 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: TokenizerConfig) 
         [
             tokenizers.AddedToken(content, special=True, normalized=False)
             for content in dict.fromkeys(special)
-            if content not in known or not known[content].special
+            if content not in added or not added[content].special
         ]
     )

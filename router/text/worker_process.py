@@ -37,7 +37,8 @@ class WorkerProcess:
 
     async def exchange(self, message: bytes, seconds: float) -> bytes:
         """Return the answer to a message. Raises TimeoutError; then, and when cancelled, the worker must be killed."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin = self._process.stdin
+        stdout = self._process.stdout
         assert stdin is not None
         assert stdout is not None
         async with asyncio.timeout(seconds):

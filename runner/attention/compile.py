@@ -13,7 +13,7 @@ import torch
 from pdserve.config.attention_backends import FlashInferKernel
 from pdserve.config.background_compile import CompileOrder, compile_missing, end_with_stdin, give_way
 from pdserve.errors import NodeError
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 
 def main(order: CompileOrder) -> int:

@@ -80,7 +80,8 @@ def load_kernel(kernel: FlashInferKernel, device: torch.device) -> LoadedKernel:
     FlashInfer starts ninja also for a cached kernel.
     """
     os.environ["PATH"] = search_path()
-    dtype, no_encoding = getattr(torch, kernel.dtype), PosEncodingMode.NONE.value
+    dtype = getattr(torch, kernel.dtype)
+    no_encoding = PosEncodingMode.NONE.value
     name = determine_attention_backend(device, no_encoding, False, False, dtype, dtype)
     arguments = (
         dtype,  # queries
@@ -107,11 +108,13 @@ class FlashInferPrefill:
 
     def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec) -> None:
         """Load the kernel, see ``load_kernel``."""
-        device, window = workspace.device, spec.window
         dtype = str(sizes.dtype).removeprefix("torch.")
+        window = spec.window
         kernel = FlashInferKernel(dtype, sizes.head_dim, sizes.value_dim, windowed=window is not None)
+        device = workspace.device
         self._name, self._module = load_kernel(kernel, device)
-        self._sizes, self._scale = sizes, spec.scale
+        self._sizes = sizes
+        self._scale = spec.scale
         self._window_left = -1 if window is None else window - 1  # keys before a query's own that it sees
         self._workspace = workspace
         self._has_pdl = device_support_pdl(device)

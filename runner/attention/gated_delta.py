@@ -81,7 +81,8 @@ class TorchGatedDelta(GatedDelta):
     """The reference, on any device. Chunks of a prompt yield what the whole prompt does, up to rounding."""
 
     def __init__(self, cache: StateCache) -> None:
-        self._cache, self._spec = cache, cache.layout.spec
+        self._cache = cache
+        self._spec = cache.layout.spec
         self._step: _Step | None = None
         self._between: dict[int, _Between] = {}  # by layer
 
@@ -90,15 +91,18 @@ class TorchGatedDelta(GatedDelta):
         device = self._cache.slots.device
         lengths = np.diff(batch.query_starts)
         singles = np.flatnonzero(lengths == 1)
-        slots, starts = batch.state_slots.cpu().numpy().astype(np.int64), batch.query_starts.astype(np.int64)
+        slots = batch.state_slots.cpu().numpy().astype(np.int64)
+        starts = batch.query_starts.astype(np.int64)
         rows = _ConvRows(starts, self._spec.conv_width - 1)
         drafted = np.zeros(len(lengths), np.bool_) if batch.drafted is None else batch.drafted.cpu().numpy() > 0
         self._between = {}
         kept = np.array(batch.state_snapshots, dtype=np.int64).reshape(-1, 3)
-        snapshots = {each.row: each for each in batch.state_snapshots}
+        snapshots = {snapshot.row: snapshot for snapshot in batch.state_snapshots}
 
         def longer(row: int) -> _Row:
-            slot, begin, end = int(slots[row]), int(starts[row]), int(starts[row + 1])
+            slot = int(slots[row])
+            begin = int(starts[row])
+            end = int(starts[row + 1])
             if (snapshot := snapshots.get(row)) is None:
                 return _Row(slot, ((slice(begin, end), slot),))
             middle = begin + snapshot.tokens
@@ -121,14 +125,15 @@ class TorchGatedDelta(GatedDelta):
         )
 
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
-        step, spec = self._step, self._spec
+        step = self._step
+        spec = self._spec
         assert step is not None, "plan comes first"
         mixed_heads, conv_inputs = self._convolve(step, layer, mixed, weights.conv)
         q, k, v = mixed_heads.split([spec.key_heads * spec.key_dim] * 2 + [spec.value_heads * spec.value_dim], dim=-1)
         group = spec.value_heads // spec.key_heads
         q, k = (
-            normed(each.unflatten(-1, (spec.key_heads, spec.key_dim))).repeat_interleave(group, dim=1)
-            for each in (q, k)
+            normed(rows.unflatten(-1, (spec.key_heads, spec.key_dim))).repeat_interleave(group, dim=1)
+            for rows in (q, k)
         )
         inputs = DeltaInputs(q, k, v.unflatten(-1, (spec.value_heads, spec.value_dim)), *gates_of(ba, weights))
         states = self._cache.delta[layer]
@@ -151,7 +156,8 @@ class TorchGatedDelta(GatedDelta):
     def commit(self, counts: Tensor) -> None:
         step = self._step
         assert step is not None, "run comes first"
-        of_rows, device = counts.cpu().numpy()[step.drafted], counts.device
+        of_rows = counts.cpu().numpy()[step.drafted]
+        device = counts.device
         slots = step.slots[torch.from_numpy(step.drafted).to(device)]
         history = torch.from_numpy(step.rows.history(step.drafted, of_rows)).to(device)
         for layer, between in self._between.items():
@@ -163,18 +169,19 @@ class TorchGatedDelta(GatedDelta):
 
     def _run_drafted(self, step: _Step, states: Tensor, inputs: DeltaInputs, out: Tensor) -> list[Tensor]:
         """Write the output of sequences with drafts, token after token. Return the states after each token."""
-        device, starts = out.device, step.rows.starts[step.drafted]
+        device = out.device
+        starts = step.rows.starts[step.drafted]
         lengths = step.rows.starts[step.drafted + 1] - starts
         state = states[step.slots[torch.from_numpy(step.drafted).to(device)]]
-        found = []
+        new_states = []
         for number in range(lengths.max()):
             left = torch.from_numpy(np.flatnonzero(lengths > number)).to(device)
             tokens = torch.from_numpy(starts[lengths > number] + number).to(device)
             results, advanced = delta_rule_step(inputs.of(tokens), state[left])
             out[tokens] = results.to(out.dtype)
             state = state.index_copy(0, left, advanced)
-            found.append(state)
-        return found
+            new_states.append(state)
+        return new_states
 
     def _convolve(self, step: _Step, layer: int, mixed: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return silu of the convolution [tokens, channels] in float32, and its inputs; advance its state."""
@@ -194,7 +201,8 @@ class _ConvRows:
     """Rows of the inputs of a convolution: the ``before`` of history of each sequence, then the tokens of all."""
 
     def __init__(self, query_starts: NDArray[np.int64], before: int) -> None:
-        self.starts, self._before = query_starts, before
+        self.starts = query_starts
+        self._before = before
 
     def taps(self) -> NDArray[np.int64]:
         """Return the rows that each tap reads: [before + 1, tokens]."""

@@ -41,7 +41,9 @@ class LatentFlashInferAttention(LatentTritonAttention):
         self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
     ) -> None:
         super().__init__(config, cache, placement, max_num_seqs)
-        latent, device, heads = config.latent, cache.tensor.device, config.num_heads
+        latent = config.latent
+        device = cache.tensor.device
+        heads = config.num_heads
         assert latent is not None
         (spec,) = set(config.attention)
         page = cache.layout.kernel_block_size
@@ -57,24 +59,28 @@ class LatentFlashInferAttention(LatentTritonAttention):
             return torch.zeros(self._capacity, *size, dtype=placement.dtype, device=device)
 
         self._latents = memory(latent.kv_lora_rank)
-        self._keys, self._values = memory(heads, latent.qk_head_dim), memory(heads, latent.v_head_dim)
+        self._keys = memory(heads, latent.qk_head_dim)
+        self._values = memory(heads, latent.v_head_dim)
         self._chunks: _Chunks | None = None
 
     def _plan(self, batch: AttentionBatch, graph: int) -> None:
         super()._plan(batch, graph)
-        self.first_expanded, self._chunks = None, None
+        self.first_expanded = None
+        self._chunks = None
         lengths = np.diff(batch.query_starts)
         longer = np.flatnonzero(lengths > self._tiles.few)
         if graph or not len(longer):
             return
-        first, rows = int(longer[0]), len(lengths)
+        first = int(longer[0])
+        rows = len(lengths)
         seq_lens = batch.seq_lens[first:]
         key_starts = np.zeros(len(seq_lens) + 1, dtype=np.int32)
         np.cumsum(-(-seq_lens // TILE) * TILE, out=key_starts[1:])
         num_keys = int(key_starts[-1])
         if num_keys > self._capacity or not _pays(lengths[first:], seq_lens):
             return
-        begin, end = int(batch.query_starts[first]), int(batch.query_starts[-1])
+        begin = int(batch.query_starts[first])
+        end = int(batch.query_starts[-1])
         starts = torch.from_numpy(key_starts)
         host = Rows(
             query_starts=torch.from_numpy(batch.query_starts[first:] - begin),
@@ -92,8 +98,9 @@ class LatentFlashInferAttention(LatentTritonAttention):
     def attend_expanded(self, layer: int, q: Tensor, weight: Tensor, out: Tensor) -> None:
         chunks = self._chunks
         assert chunks is not None
-        heads, rank = q.shape[1], self._latents.shape[1]
-        latents, keys, values = (each[: chunks.num_keys] for each in (self._latents, self._keys, self._values))
+        heads = q.shape[1]
+        rank = self._latents.shape[1]
+        latents, keys, values = (buffer[: chunks.num_keys] for buffer in (self._latents, self._keys, self._values))
         gather_latents(self._layers[layer], chunks.batch, chunks.longest, latents, keys, TILE)
         to_keys, to_values = weight.view(heads, -1, rank).transpose(1, 2).split([self._nope, out.shape[2]], dim=2)
         latents = latents.expand(heads, -1, -1)

@@ -33,7 +33,8 @@ class LatentTorchAttention(PagedTorchAttention, LatentBackend):
         """All heads of a tile's queries are one matrix, as they see the same keys."""
         keys = self._gather(layer, chunk.pages, 1)[0][0, 0]
         for tile in chunk.tiles:
-            rows, seen = q[tile.rows], keys[: tile.num_keys]
+            rows = q[tile.rows]
+            seen = keys[: tile.num_keys]
             rows = F.pad(rows, (0, 0, 0, 0, tile.before, tile.after))
             scores = (rows.flatten(0, 1) @ seen.t()).view(*rows.shape[:2], -1).float() * self._specs[layer].scale
             weights = (scores + tile.mask[0, 0][:, None]).softmax(-1).to(seen.dtype)

@@ -36,7 +36,9 @@ class LatentTritonAttention(PagedTritonAttention, LatentBackend):
         store_latents(rows, q, rotary, norm, self._batch(layer).slots, self._layers[layer])
 
     def attend_latents(self, layer: int, q: Tensor, q_rope: Tensor) -> Tensor:
-        step, batch, rows = self._step, self._batch(layer), self._rows[layer]
+        step = self._step
+        batch = self._batch(layer)
+        rows = self._rows[layer]
         out = torch.empty_like(q)
         if step.has_few:
             self._decode(layer, q, rows, batch, out, step.has_several, q_rope=q_rope)

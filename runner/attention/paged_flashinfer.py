@@ -62,18 +62,22 @@ class PagedFlashInferAttention(PagedTritonAttention):
         self, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
     ) -> None:
         super().__init__(config, cache, placement, max_num_seqs)
-        layout, device = cache.layout, cache.tensor.device
+        layout = cache.layout
+        device = cache.tensor.device
         self._page = layout.kernel_block_size
         self._lists = [PageLists(max_num_seqs, self._page, device, window) for window in layout.groups.windows]
         head_dim = layout.head_dim
         sizes = Sizes(config.num_heads, layout.num_kv_heads, head_dim, head_dim, self._page, placement.dtype)
         # Kernels of a step run one after the other, so they can share the memory between their two phases.
         workspace = sizes.workspace(device)
-        self._is_fp8, self._queries_per_key = cache.is_fp8, _QUERIES_PER_FP8_KEY if cache.is_fp8 else _QUERIES_PER_KEY
+        self._is_fp8 = cache.is_fp8
+        self._queries_per_key = _QUERIES_PER_FP8_KEY if cache.is_fp8 else _QUERIES_PER_KEY
         specs = flashinfer_specs(config.attention, cache.is_fp8)
         self._kernels = {spec: FlashInferPrefill(sizes, workspace, spec) for spec in specs}
         # All kernels run in graphs or none does: their dtypes are equal.
-        self._graph_kernels = [each for each in self._kernels.values() if each.runs_in_graphs and not cache.is_fp8]
+        self._graph_kernels = [
+            kernel for kernel in self._kernels.values() if kernel.runs_in_graphs and not cache.is_fp8
+        ]
         gathers = any(kernel.gains_by_gathering for kernel in self._kernels.values())
         room = torch.cuda.get_device_properties(device).total_memory // _SHARE_FOR_KEYS
         bytes_per_key = 2 * layout.num_kv_heads * layout.head_dim * placement.dtype.itemsize  # K and V of one layer
@@ -97,7 +101,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
 
         During a capture nothing is copied: the plan of the same size that was made before it is valid.
         """
-        rows, tokens = batch.device_seq_lens.shape[0], batch.slots.shape[0]
+        rows = batch.device_seq_lens.shape[0]
+        tokens = batch.slots.shape[0]
         if not torch.cuda.is_current_stream_capturing():
             longer = np.flatnonzero(np.diff(batch.query_starts) > self._tiles.few)
             begin = batch.query_starts[longer[0] if len(longer) else -1]
@@ -123,8 +128,10 @@ class PagedFlashInferAttention(PagedTritonAttention):
         longer = np.flatnonzero(lengths > self._tiles.few)
         if not len(longer) or not self._kernels:
             return
-        first, rows = int(longer[0]), len(lengths)
-        begin, end = int(batch.query_starts[first]), int(batch.query_starts[-1])
+        first = int(longer[0])
+        rows = len(lengths)
+        begin = int(batch.query_starts[first])
+        end = int(batch.query_starts[-1])
         page_starts = self._page_starts(batch)
         seq_lens = batch.seq_lens[first:]
         key_starts = self._gathered.plan(batch, first)
@@ -150,14 +157,17 @@ class PagedFlashInferAttention(PagedTritonAttention):
         )
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        chunks, kernel = self._chunks, self._kernels.get(self._specs[layer])
+        chunks = self._chunks
+        kernel = self._kernels.get(self._specs[layer])
         if chunks is None or kernel is None:
             return super().attend(layer, q, sinks)
-        cache, group = self._layers[layer], self._groups[layer]
+        cache = self._layers[layer]
+        group = self._groups[layer]
         out = torch.empty_like(q)
         if chunks.has_few:
             self._decode(layer, q, cache, self._batch(layer), out, chunks.has_several)
-        queries, results = q[chunks.tokens], out[chunks.tokens]
+        queries = q[chunks.tokens]
+        results = out[chunks.tokens]
         if kernel.gathers:
             keys, values = self._gathered.gather(cache, self._scales[layer], group)
             kernel.run_gathered(queries, keys, values, results)
@@ -172,8 +182,8 @@ class PagedFlashInferAttention(PagedTritonAttention):
         return starts
 
     def _list_pages(self, batch: AttentionBatch) -> None:
-        for lists, each in zip(self._lists, batch.by_group, strict=True):
-            lists.build(each, int(batch.seq_lens.max()))
+        for lists, group_batch in zip(self._lists, batch.by_group, strict=True):
+            lists.build(group_batch, int(batch.seq_lens.max()))
 
     def _pages(self, query_starts: Tensor, rows: slice) -> list[Pages]:
         return [Pages(query_starts, *lists.of(rows), lists.pages) for lists in self._lists]

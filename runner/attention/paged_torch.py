@@ -85,10 +85,13 @@ class PagedTorchAttention(AttentionBackend):
         self._cache = cache
         self._placement = placement
         self._specs = config.attention
-        self._heads, self._kv_heads, self._head_dim = config.num_heads, layout.num_kv_heads, layout.head_dim
+        self._heads = config.num_heads
+        self._kv_heads = layout.num_kv_heads
+        self._head_dim = layout.head_dim
         self._page = layout.kernel_block_size
         self._group = config.num_heads // layout.num_kv_heads
-        self._planes, self._value_dim = layout.spec.planes, layout.head_dim
+        self._planes = layout.spec.planes
+        self._value_dim = layout.head_dim
         self._kv_dtype = cache.tensor.dtype
         head_rows = np.arange(layout.num_kv_heads) * layout.num_layers * self._planes
         self._rows_per_page = layout.num_kv_heads * layout.num_layers * self._planes  # from one page to the next
@@ -109,14 +112,15 @@ class PagedTorchAttention(AttentionBackend):
 
     def _plan(self, batch: AttentionBatch, graph: int) -> None:
         assert not graph, "plain torch gathers by shapes that differ from step to step"
-        query_starts, seq_lens = batch.query_starts.astype(np.int64), batch.seq_lens.astype(np.int64)
+        query_starts = batch.query_starts.astype(np.int64)
+        seq_lens = batch.seq_lens.astype(np.int64)
         lengths = np.diff(query_starts)
         hosts = [
-            _HostBatch(query_starts, seq_lens, each.page_table.cpu().numpy(), each.slots.shape[0])
-            for each in batch.by_group
+            _HostBatch(query_starts, seq_lens, group_batch.page_table.cpu().numpy(), group_batch.slots.shape[0])
+            for group_batch in batch.by_group
         ]
         self._num_tokens = int(query_starts[-1])
-        self._slots = [self._plan_stores(each.slots.cpu().numpy()) for each in batch.by_group]
+        self._slots = [self._plan_stores(group_batch.slots.cpu().numpy()) for group_batch in batch.by_group]
         self._plans = {
             (group, window): _WindowPlan(
                 decodes=tuple(self._plan_decodes(hosts[group], np.flatnonzero(lengths == 1), window)),
@@ -134,7 +138,8 @@ class PagedTorchAttention(AttentionBackend):
                 fused = self._norms[layer] = _FusedNorms(norms, self._heads, self._kv_heads)
             qk = rms_norm(qk, fused.weight, fused.eps)
         if self._rotary is not rotary:
-            self._rotary, self._cos_sin = rotary, expand_cos_sin(rotary, self._placement.dtype)
+            self._rotary = rotary
+            self._cos_sin = expand_cos_sin(rotary, self._placement.dtype)
         q, k = torch.split(apply_rotary(qk, *self._cos_sin), [self._heads, self._kv_heads], dim=1)
         self.store(layer, k, v)
         return q
@@ -210,7 +215,8 @@ class PagedTorchAttention(AttentionBackend):
     # ------------------------------------------------------------ several tokens of one sequence
 
     def _plan_chunk(self, batch: _HostBatch, row: int, window: int | None) -> Chunk:
-        begin, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+        begin = int(batch.query_starts[row])
+        end = int(batch.query_starts[row + 1])
         length = int(batch.seq_lens[row])
         start = length - (end - begin)
         first_page = 0 if window is None else max(start - window + 1, 0) // self._page
@@ -294,7 +300,8 @@ class _Fp8Scales:
     """Scales of a cache's layers in the shapes that the two conversions need, float32."""
 
     def __init__(self, cache: KVCache) -> None:
-        heads, device = cache.layout.num_kv_heads, cache.tensor.device
+        heads = cache.layout.num_kv_heads
+        device = cache.tensor.device
         inverse = [[1.0 / scales.k] * heads + [1.0 / scales.v] * heads for scales in cache.scales]
         self.inverse = torch.tensor(inverse, device=device)[:, :, None]  # [layers, K heads and V heads, 1]
         planes = torch.tensor([[scales.k, scales.v] for scales in cache.scales], device=device)

@@ -46,30 +46,40 @@ class PagedTritonAttention(AttentionBackend):
     ) -> None:
         """``config`` has the heads as kernels see them; ``tiles`` None: tiles for keys and values of heads."""
         assert fits_triton(config.head_dim), config.head_dim
-        self._layers, self._groups, self._scales = cache.layers, cache.groups, cache.scales
-        self._specs, self._heads = config.attention, config.num_heads
+        self._layers = cache.layers
+        self._groups = cache.groups
+        self._scales = cache.scales
+        self._specs = config.attention
+        self._heads = config.num_heads
         self._tiles = tiles or choose_tiles(config.num_heads // config.num_kv_heads, config.head_dim, placement)
         self._decode = SplitDecode(config, self._tiles, max_num_seqs, cache.tensor.device, cache.scales)
         self._current: _Step | None = None
 
     def _plan(self, batch: AttentionBatch, graph: int) -> None:
-        lengths, few = np.diff(batch.query_starts), self._tiles.few
-        has_few, has_chunks = bool((lengths <= few).any()), bool((lengths > few).any())
+        lengths = np.diff(batch.query_starts)
+        few = self._tiles.few
+        has_few = bool((lengths <= few).any())
+        has_chunks = bool((lengths > few).any())
         has_several = bool(((lengths > 1) & (lengths <= few)).any())
         if graph:
-            has_few, has_several, has_chunks = True, graph > 1, graph > few
+            has_few = True
+            has_several = graph > 1
+            has_chunks = graph > few
         self._decode.plan()
         self._current = _Step(batch.by_group, has_few, has_several, has_chunks)
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
-        slots, cache = self._batch(layer).slots, self._layers[layer]
+        slots = self._batch(layer).slots
+        cache = self._layers[layer]
         return rope_store(qkv, self._heads, rotary, norms, slots, cache, self._scales[layer])
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         store_kv(k, v, self._batch(layer).slots, self._layers[layer], self._scales[layer])
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        step, batch, cache = self._step, self._batch(layer), self._layers[layer]
+        step = self._step
+        batch = self._batch(layer)
+        cache = self._layers[layer]
         out = torch.empty_like(q)
         if step.has_few:
             self._decode(layer, q, cache, batch, out, step.has_several, sinks)

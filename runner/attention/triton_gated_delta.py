@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.state import NO_SLOT
+from pdserve.kv.states import NO_SLOT
 from runner.attention.gated_delta import GatedDelta
 from runner.batch import AttentionBatch, GatedDeltaWeights
 from runner.kernels.gated_delta import convolve, delta_rule, store_history
@@ -38,11 +38,13 @@ class TritonGatedDelta(GatedDelta):
 
     def __init__(self, cache: StateCache, max_num_seqs: int = 0, max_drafts: int = 0) -> None:
         """A step has at most ``max_num_seqs`` decodes, of ``max_drafts`` drafts each."""
-        self._cache, self._spec = cache, cache.layout.spec
+        self._cache = cache
+        self._spec = cache.layout.spec
         by_chunks = self._spec.dtype == "float32" or min(self._spec.key_dim, self._spec.value_dim) >= _LEAST_DIM
         self._most_short = max(MOST_SHORT, 1 + max_drafts) if by_chunks else 1 << 30
         self._current: _Step | None = None
-        spec, device = self._spec, cache.slots.device
+        spec = self._spec
+        device = cache.slots.device
         self._capacity = max_num_seqs * (1 + max_drafts) if max_drafts else 0  # decodes are the first tokens of a step
         sizes = (
             (spec.channels,),
@@ -82,10 +84,13 @@ class TritonGatedDelta(GatedDelta):
         )
 
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
-        step, spec, cache = self._step, self._spec, self._cache
+        step = self._step
+        spec = self._spec
+        cache = self._cache
         rows = step.slots, step.query_starts, step.snapshots
         q, k, v = convolve(mixed, weights.conv, cache.conv[layer], *rows, spec, step.drafted)
-        states, out = cache.delta[layer], torch.empty_like(v)
+        states = cache.delta[layer]
+        out = torch.empty_like(v)
         if step.has_short:
             delta_rule(q, k, v, ba, weights, states, *rows, out, self._most_short, drafted=step.drafted)
         if step.chunks is not None:
@@ -95,13 +100,14 @@ class TritonGatedDelta(GatedDelta):
             )
         if step.drafted is not None:
             self._weights[layer] = weights
-            for kept, each in zip(self._kept[layer], (mixed, k, v, ba), strict=True):
-                count = min(len(each), self._capacity)
-                kept[:count].copy_(each[:count])
+            for kept, inputs in zip(self._kept[layer], (mixed, k, v, ba), strict=True):
+                count = min(len(inputs), self._capacity)
+                kept[:count].copy_(inputs[:count])
         return out
 
     def commit(self, counts: Tensor) -> None:
-        step, cache = self._step, self._cache
+        step = self._step
+        cache = self._cache
         starts = step.query_starts
         ends = starts[:-1] + counts.int()
         for layer, weights in self._weights.items():

@@ -43,7 +43,8 @@ class PeerChannel:
     """One end of an ordered, one-way connection between two ranks."""
 
     def __init__(self, group: Any, peer: int, sends: bool, device: torch.device) -> None:
-        self._group, self._peer = group, peer
+        self._group = group
+        self._peer = peer
         self.device = device
         self.sends = sends  # whether this is the sending end
 
@@ -113,7 +114,8 @@ class ParallelState:
             return
         from runner.kernels.all_reduce import SumAndNorm, mailbox_bytes, most_rows
 
-        tp, shard = self.position.parallel.tp, self.position.shard
+        tp = self.position.parallel.tp
+        shard = self.position.shard
         rows = most_rows(tp, size)
         self._peer_memory = map_memory(
             mailbox_bytes(tp, rows, size), shard, lambda mine: _gather_bytes(mine, tp, self._shards, self.device)
@@ -131,15 +133,16 @@ class ParallelState:
         """
         if self._shards is None:
             return mine if out is None else out.copy_(mine)
-        (rows, each), tp = mine.shape, self.position.parallel.tp
-        if rows == 1 and out is not None and out.is_contiguous() and tp * each == size:
-            _all_gather(out.view(tp, each), mine, self._shards)
+        rows, columns = mine.shape
+        tp = self.position.parallel.tp
+        if rows == 1 and out is not None and out.is_contiguous() and tp * columns == size:
+            _all_gather(out.view(tp, columns), mine, self._shards)
             return out
-        parts = mine.new_empty(tp * rows, each)
+        parts = mine.new_empty(tp * rows, columns)
         _all_gather(parts, mine, self._shards)
         if rows == 1 and out is None:
             return parts.view(1, -1)[:, :size]
-        runs = [part[:, : max(0, size - shard * each)] for shard, part in enumerate(parts.view(tp, rows, each))]
+        runs = [part[:, : max(0, size - shard * columns)] for shard, part in enumerate(parts.view(tp, rows, columns))]
         return torch.cat(runs, dim=1) if out is None else torch.cat(runs, dim=1, out=out)
 
     def all_reduce_min(self, number: int) -> int:
@@ -160,10 +163,11 @@ class ParallelState:
         """Return the problem of the first rank that has one, "" if no rank has one."""
         if not self._initialized:
             return mine
-        text, num_ranks = mine.encode()[:_LONGEST_PROBLEM], self.position.parallel.num_ranks
+        text = mine.encode()[:_LONGEST_PROBLEM]
+        num_ranks = self.position.parallel.num_ranks
         padded = text.ljust(_LONGEST_PROBLEM, b"\0")
         problems = _gather_bytes(padded, num_ranks, _dist.group.WORLD, self.device)
-        return next((found.rstrip(b"\0").decode(errors="replace") for found in problems if any(found)), "")
+        return next((problem.rstrip(b"\0").decode(errors="replace") for problem in problems if any(problem)), "")
 
     def channel(self, source: int, target: int) -> PeerChannel | None:
         """Open a channel between two ranks; None on other ranks. All ranks open all channels, in the same order."""
@@ -181,7 +185,9 @@ class ParallelState:
     def close(self) -> None:
         """Leave the process groups. Captured graphs with calls in them must be gone. Idempotent."""
         if self._initialized:
-            self._initialized, self._shards, self.fused_all_reduce = False, None, None
+            self._initialized = False
+            self._shards = None
+            self.fused_all_reduce = None
             if self._peer_memory is not None:
                 self._peer_memory.close()
             _dist.destroy_process_group()
@@ -218,7 +224,8 @@ class ParallelState:
 
     def _shard_group(self) -> Any:
         """Return this stage's group, None for one shard. Every rank helps to create the group of every stage."""
-        parallel, groups = self.position.parallel, []
+        parallel = self.position.parallel
+        groups = []
         if parallel.tp == 1:
             return None
         if parallel.pp == 1:

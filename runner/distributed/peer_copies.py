@@ -38,7 +38,8 @@ class CopyChannel:
         self.capacity = capacity
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self._size, self._dtype = size, dtype
+        self._size = size
+        self._dtype = dtype
         self._memory = memory  # ours first, then the other end's
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=device)
@@ -104,7 +105,8 @@ class CopySender:
 
     def __init__(self, channel: CopyChannel, staging: Tensor) -> None:
         """``staging`` is [capacity, elements of the longest message]."""
-        self._channel, self._staging = channel, staging
+        self._channel = channel
+        self._staging = staging
         self._sent = [torch.cuda.Event() for _ in staging]
         self._number = 0
 
@@ -147,7 +149,8 @@ class CopyReceiver:
 
     @contextmanager
     def take(self) -> Iterator[Tensor]:
-        channel, shape = self._channel, self._expected.popleft()
+        channel = self._channel
+        shape = self._expected.popleft()
         self._number += 1
         at = self._number % channel.capacity
         channel.wait_flag(at, self._number)

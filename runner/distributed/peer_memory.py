@@ -13,7 +13,8 @@ from pdserve.errors import CapacityError
 
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _HOST_BYTES = 36  # a UUID
-_YES, _NO = b"\1", b"\0"
+_YES = b"\1"
+_NO = b"\0"
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 

@@ -113,7 +113,8 @@ class GroupReceiver:
 
     def expect(self, *shape: int) -> None:
         assert len(self._expected) < len(self._buffers), "a message is expected and no buffer is free"
-        at, self._next = self._next, (self._next + 1) % len(self._buffers)
+        at = self._next
+        self._next = (self._next + 1) % len(self._buffers)
         message = _view(self._buffers[at], shape)
         if self._stream is None:
             transfer = self._channel.receive(message)
@@ -147,7 +148,8 @@ class PipelineStages:
         self._hidden_size = config.model.hidden_size
         head = config.model.draft_head
         most = 1 + (0 if head is None else len(head.layers))  # hidden states of a token in a message
-        pp, tp = config.parallel.pp, config.parallel.tp
+        pp = config.parallel.pp
+        tp = config.parallel.tp
         if pp == 1:
             return
         hidden = _aligned(config.max_batch_tokens * most * self._hidden_size)

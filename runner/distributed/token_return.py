@@ -45,7 +45,8 @@ class ReturnedTokens(StepFeature[BatchT_contra]):
             return
         self.receiver.expect(len(rows))
         self._number += 1
-        rows64, positions64 = rows.astype(np.int64), positions.astype(np.int64)
+        rows64 = rows.astype(np.int64)
+        positions64 = positions.astype(np.int64)
         seqs = tuple(sequence.seq for sequence in sampled)
         message = ReturnedMessage(self._number, seqs, rows64, positions64, np.ones(len(rows), dtype=np.bool_))
         self._expected.append(message)

@@ -51,7 +51,8 @@ def _silu_and_mul_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [tokens, size] of gate_up [tokens, 2 * size], computed in float32."""
     assert gate_up.is_contiguous()
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    tokens = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
     _silu_and_mul_kernel[(tokens, triton.cdiv(size, _BLOCK))](
         gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **pdl_options(out)
@@ -110,7 +111,8 @@ def _clamped_swiglu_kernel(gate_up, out, alpha, limit, SIZE: tl.constexpr, BLOCK
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """Return (up + 1) * gate * sigmoid(alpha * gate), as ``reference.clamped_swiglu`` describes."""
     assert gate_up.is_contiguous()
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    tokens = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
     if tokens:
         _clamped_swiglu_kernel[(tokens, triton.cdiv(size, _BLOCK))](

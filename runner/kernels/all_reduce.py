@@ -78,11 +78,11 @@ def _sum_and_norm_kernel(
     source = tl.arange(0, WORLD)[:, None]
     ours = tl.load(mailboxes + RANK).to(tl.pointer_type(tl.int64))
     expected = ours + ((mailbox + source) * max_rows + row) * WORDS + column[None, :]
-    found = tl.load(expected, mask=mask[None, :], other=flag.to(tl.int64) << 32, volatile=True)
-    while tl.max(tl.max(((found >> 32).to(tl.int32) != flag).to(tl.int32), axis=1), axis=0) != 0:
-        found = tl.load(expected, mask=mask[None, :], other=flag.to(tl.int64) << 32, volatile=True)
+    arrived = tl.load(expected, mask=mask[None, :], other=flag.to(tl.int64) << 32, volatile=True)
+    while tl.max(tl.max(((arrived >> 32).to(tl.int32) != flag).to(tl.int32), axis=1), axis=0) != 0:
+        arrived = tl.load(expected, mask=mask[None, :], other=flag.to(tl.int64) << 32, volatile=True)
     at = row * WORDS + column
-    firsts, seconds = _unpack(found.to(tl.int32), DTYPE)
+    firsts, seconds = _unpack(arrived.to(tl.int32), DTYPE)
     first, second = _unpack(tl.load(residual + at, mask=mask, other=0), DTYPE)
     total = _pack(first + tl.sum(firsts, axis=0), second + tl.sum(seconds, axis=0), DTYPE)
     tl.store(residual + at, total, mask=mask)
@@ -112,7 +112,10 @@ class SumAndNorm:
 
     def __init__(self, mailboxes: list[int], rank: int, max_rows: int, size: int, device: torch.device) -> None:
         """``mailboxes[r]`` is the address, in this process, of ``mailbox_bytes`` of memory on rank r."""
-        self._rank, self._world, self._max_rows, self._size = rank, len(mailboxes), max_rows, size
+        self._rank = rank
+        self._world = len(mailboxes)
+        self._max_rows = max_rows
+        self._size = size
         self._mailboxes = torch.tensor(mailboxes, dtype=torch.int64, device=device)
         self._flags = torch.zeros(max_rows, dtype=torch.int32, device=device)
 

@@ -46,7 +46,8 @@ def block_digests(words: Tensor, work: Tensor, multipliers: Tensor, page_size: i
     with the number of its leading tokens that count and its group; multipliers [groups, pages, …, page_size, row_words]
     int64, dense, one per word of a block of each group.
     """
-    pages, block_words = multipliers.shape[1], multipliers[0].numel()
+    pages = multipliers.shape[1]
+    block_words = multipliers[0].numel()
     assert words.is_contiguous()
     assert work.is_contiguous()
     digests = multipliers.new_zeros(len(work))

@@ -15,9 +15,9 @@ def _embed_kernel(ids, table, out, first, rows, SIZE: tl.constexpr, BLOCK: tl.co
     """Grid (tokens, parts of a row)."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(ids + token).to(tl.int64) - first
-    known = tl.where((row >= 0) & (row < rows), SIZE, 0)
+    row_size = tl.where((row >= 0) & (row < rows), SIZE, 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(table + row * SIZE + column, mask=column < known, other=0.0)
+    values = tl.load(table + row * SIZE + column, mask=column < row_size, other=0.0)
     tl.store(out + token * SIZE + column, values.to(out.dtype.element_ty), mask=column < SIZE)
 
 

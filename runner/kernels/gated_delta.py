@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.state import GatedDeltaSpec
+from pdserve.kv.states import GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
@@ -131,7 +131,7 @@ def _convolve_tile(
     tokens,  # [TOKENS]
     local,  # [TOKENS]: index of each token in its row
     slots,  # [TOKENS]: of its row; no history is read for -1
-    known,  # [TOKENS]: whether there is such a token
+    token_mask,  # [TOKENS]: whether there is such a token
     within,  # [BLOCK_DIM]
     valid,  # [BLOCK_DIM]
     WIDTH: tl.constexpr,
@@ -141,13 +141,14 @@ def _convolve_tile(
     """Return the convolution [TOKENS, BLOCK_DIM] in float32, of inputs and, before the first ones, the history."""
     BEFORE: tl.constexpr = WIDTH - 1
     of_slot = history + tl.maximum(slots, 0).to(tl.int64) * history_stride
-    has_slot = known & (slots >= 0)
+    has_slot = token_mask & (slots >= 0)
     total = tl.zeros([TOKENS, BLOCK_DIM], dtype=tl.float32)
     for tap in tl.static_range(WIDTH):
         at = local - (BEFORE - tap)
         inside = at >= 0
         at_new = (tokens - (BEFORE - tap)).to(tl.int64) * mixed_stride
-        is_new, is_old = (known & inside)[:, None] & valid[None, :], (has_slot & (at < 0))[:, None] & valid[None, :]
+        is_new = (token_mask & inside)[:, None] & valid[None, :]
+        is_old = (has_slot & (at < 0))[:, None] & valid[None, :]
         new = tl.load(mixed + at_new[:, None] + within[None, :], mask=is_new, other=0.0)
         at_old = of_slot[:, None] + within[None, :] * BEFORE + (BEFORE + at)[:, None]
         old = tl.load(at_old, mask=is_old, other=0.0)
@@ -193,13 +194,15 @@ def _convolve_kernel(
     within = tl.arange(0, BLOCK_DIM)
     valid = within < count
     start = tl.program_id(0) * TILES * TOKENS
-    row, after = start * 0, num_rows  # the last row that does not begin behind the block
+    row = start * 0  # to be the last row that does not begin behind the block
+    after = num_rows
     for _ in range(search):
         middle = (row + after) // 2
         before = tl.load(query_starts + middle) <= start
         row = tl.where(before, middle, row)
         after = tl.where(before, after, middle)
-    begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
+    begin = tl.load(query_starts + row)
+    end = tl.load(query_starts + row + 1)
     if (start - begin >= BEFORE) & (start + TILES * TOKENS <= end):
         taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
         for tile in range(TILES):
@@ -216,7 +219,7 @@ def _convolve_kernel(
         taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
         for tile in range(TILES):
             tokens = start + tile * TOKENS + tl.arange(0, TOKENS)
-            known = tokens < num_tokens
+            token_mask = tokens < num_tokens
             rows = tl.zeros([TOKENS], dtype=tl.int32)  # row of each token
             ends = tl.zeros([TOKENS], dtype=tl.int32) + num_rows
             for _ in range(search):
@@ -226,11 +229,11 @@ def _convolve_kernel(
                 ends = tl.where(befores, ends, middles)
             total = _convolve_tile(
                 mixed + channel, mixed_stride, taps, history + channel * BEFORE, history_stride, tokens,
-                tokens - tl.load(query_starts + rows), tl.load(slots + rows), known, within, valid,
+                tokens - tl.load(query_starts + rows), tl.load(slots + rows), token_mask, within, valid,
                 WIDTH, TOKENS, BLOCK_DIM,
             )  # fmt: skip
             _store_head(
-                total, tokens, within, known[:, None] & valid[None, :], head, q, k, v, eps,
+                total, tokens, within, token_mask[:, None] & valid[None, :], head, q, k, v, eps,
                 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
             )  # fmt: skip
 
@@ -243,16 +246,17 @@ def _convolve_singles_kernel(
 ):  # fmt: skip
     """Convolve rows that have one token, or none, and store their history. Grid (rows, heads)."""
     BEFORE: tl.constexpr = WIDTH - 1
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     channel, count = _channels_of(head, KEY_HEADS, KEY_DIM, VALUE_DIM, ALIGNMENT)
     within = tl.arange(0, BLOCK_DIM)
     valid = within < count
     tokens = row + tl.arange(0, 1)
-    known = tl.load(query_starts + tokens + 1) > tl.load(query_starts + tokens)
+    token_mask = tl.load(query_starts + tokens + 1) > tl.load(query_starts + tokens)
     taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
     total = _convolve_tile(
         mixed + channel, mixed_stride, taps, history + channel * BEFORE, history_stride,
-        tokens, tokens - row, tl.load(slots + tokens), known, within, valid, WIDTH, 1, BLOCK_DIM,
+        tokens, tokens - row, tl.load(slots + tokens), token_mask, within, valid, WIDTH, 1, BLOCK_DIM,
     )  # fmt: skip
     _store_head(total, tokens, within, valid[None, :], head, q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
     tl.debug_barrier()  # all threads have read the history
@@ -282,7 +286,8 @@ def _store_history_kernel(
     if (length > 0) & (slot >= 0):
         channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = channels < CHANNELS
-        first, of_slot = mixed + begin.to(tl.int64) * mixed_stride, history + slot.to(tl.int64) * history_stride
+        first = mixed + begin.to(tl.int64) * mixed_stride
+        of_slot = history + slot.to(tl.int64) * history_stride
         if SNAPSHOTS:
             kept = tl.load(snapshots + 2 * row + 1)
             if kept >= 0:
@@ -340,7 +345,8 @@ def _delta_rule_kernel(
         key_head = head // (VALUE_HEADS // KEY_HEADS)
         columns = tl.arange(0, BLOCK_KEY)
         values = tl.program_id(1) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
-        has_key, has_value = columns < KEY_DIM, values < VALUE_DIM
+        has_key = columns < KEY_DIM
+        has_value = values < VALUE_DIM
         in_slot = (head * VALUE_DIM + values)[:, None] * KEY_DIM + columns[None, :]
         at_state = states + slot.to(tl.int64) * state_stride + in_slot
         in_state = has_value[:, None] & has_key[None, :]
@@ -390,7 +396,9 @@ def convolve(
     slot as well, if there is one; None: every row has one token, or none. The history of ``drafted`` rows [rows] int32
     stays as it is.
     """
-    tokens, rows, num_heads = len(mixed), len(slots), 2 * spec.key_heads + spec.value_heads
+    tokens = len(mixed)
+    rows = len(slots)
+    num_heads = 2 * spec.key_heads + spec.value_heads
     assert mixed.stride(1) == 1
     assert weight.is_contiguous()
     q = mixed.new_empty(tokens, spec.key_heads, spec.key_dim)
@@ -484,7 +492,8 @@ def delta_rule(
     states: a layer's view of ``StateCache.delta``. Row r has the tokens query_starts[r] … ends[r] - 1, by default all
     before the next row.
     """
-    (_, key_heads, key_dim), (_, value_heads, value_dim) = k.shape, v.shape
+    _, key_heads, key_dim = k.shape
+    _, value_heads, value_dim = v.shape
     assert ba.is_contiguous()
     rows, warps = RULE_TILES
     block = min(rows, triton.next_power_of_2(value_dim))

@@ -59,10 +59,11 @@ class DeltaChunks:
         rows = np.flatnonzero(np.diff(query_starts) > most_short)
         if not len(rows):
             return None
-        begins, ends = query_starts[rows], query_starts[rows + 1]
+        begins = query_starts[rows]
+        ends = query_starts[rows + 1]
         middles = begins + cuts[rows]
         # Two parts of each row, the first one without tokens if nothing cuts it.
-        begins, ends = (np.stack(each, axis=1).reshape(-1) for each in ((begins, middles), (middles, ends)))
+        begins, ends = (np.stack(parts, axis=1).reshape(-1) for parts in ((begins, middles), (middles, ends)))
         counts = -(-(ends - begins) // _CHUNK)
         firsts = np.cumsum(counts) - counts
         part = np.repeat(np.arange(len(begins)), counts)
@@ -93,7 +94,8 @@ def _inverse(system, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     parts = tl.reshape(system, [BLOCKS, SIZE, BLOCKS, SIZE])
     diagonal = tl.sum(tl.where(on_diagonal, parts, 0.0), axis=2)  # [block, row, column]
     rest = tl.reshape(tl.where(on_diagonal, 0.0, parts), [CHUNK, CHUNK])
-    rows, columns = within[None, :, None], within[None, None, :]
+    rows = within[None, :, None]
+    columns = within[None, None, :]
     solved = tl.where((rows == columns) & (block[:, None, None] >= 0), 1.0, 0.0)
     for step in tl.static_range(SIZE - 1):
         # Row ``step`` is solved; subtract it from the rows below.
@@ -135,19 +137,21 @@ def _invert_kernel(
     begin = tl.load(chunks + 2 * chunk).to(tl.int64)
     count = tl.load(chunks + 2 * chunk + 1)
     within = tl.arange(0, CHUNK)
-    known = within < count
-    tokens = begin + tl.where(known, within, 0)
-    keys, values = tl.arange(0, BLOCK_KEY), tl.arange(0, BLOCK_VALUE)
+    token_mask = within < count
+    tokens = begin + tl.where(token_mask, within, 0)
+    keys = tl.arange(0, BLOCK_KEY)
+    values = tl.arange(0, BLOCK_VALUE)
     at_key = (tokens * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS))[:, None] * KEY_DIM + keys[None, :]
-    in_key = known[:, None] & (keys < KEY_DIM)[None, :]
+    in_key = token_mask[:, None] & (keys < KEY_DIM)[None, :]
     key = tl.load(k + at_key, mask=in_key, other=0.0).to(DOT)
     beta, log_decay = log_gates(ba, tokens, head, tl.load(a_log + head), tl.load(dt_bias + head), VALUE_HEADS)
-    beta = tl.where(known, beta, 0.0)
-    total = tl.cumsum(tl.where(known, log_decay, 0.0), axis=0)
+    beta = tl.where(token_mask, beta, 0.0)
+    total = tl.cumsum(tl.where(token_mask, log_decay, 0.0), axis=0)
     tile = chunk * VALUE_HEADS + head
     tl.store(totals + tile * CHUNK + within, total)
 
-    seen, below = within[:, None] >= within[None, :], within[:, None] > within[None, :]
+    seen = within[:, None] >= within[None, :]
+    below = within[:, None] > within[None, :]
     decays = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
     query = tl.load(q + at_key, mask=in_key, other=0.0).to(DOT)
     products = tl.where(seen, tl.dot(query, tl.trans(key), input_precision=PRECISION) * decays, 0.0)
@@ -159,7 +163,7 @@ def _invert_kernel(
     at_w = tile * CHUNK * BLOCK_KEY + within[:, None] * BLOCK_KEY + keys[None, :]
     tl.store(w + at_w, tl.dot(right, key, input_precision=PRECISION).to(w.dtype.element_ty))
     at_value = (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
-    value = tl.load(v + at_value, mask=known[:, None] & (values < VALUE_DIM)[None, :], other=0.0).to(DOT)
+    value = tl.load(v + at_value, mask=token_mask[:, None] & (values < VALUE_DIM)[None, :], other=0.0).to(DOT)
     right = (inverse * beta[None, :]).to(DOT)
     at_u = tile * CHUNK * BLOCK_VALUE + within[:, None] * BLOCK_VALUE + values[None, :]
     tl.store(u + at_u, tl.dot(right, value, input_precision=PRECISION).to(u.dtype.element_ty))
@@ -193,14 +197,15 @@ def _advance(
     STAGES: tl.constexpr,
 ):
     """Write the output of tokens whose first chunk begins with them; return the state behind them."""
-    within, keys = tl.arange(0, CHUNK), tl.arange(0, BLOCK_KEY)
+    within = tl.arange(0, CHUNK)
+    keys = tl.arange(0, BLOCK_KEY)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     for number in tl.range(0, tl.cdiv(end - begin, CHUNK), num_stages=STAGES):
         start = begin + number * CHUNK
         tokens = start.to(tl.int64) + within
-        known = within < end - start
+        token_mask = within < end - start
         at_key = (tokens * KEY_HEADS + key_head)[:, None] * KEY_DIM + keys[None, :]
-        in_key = known[:, None] & (keys < KEY_DIM)[None, :]
+        in_key = token_mask[:, None] & (keys < KEY_DIM)[None, :]
         query = tl.load(q + at_key, mask=in_key, other=0.0).to(DOT)
         key = tl.load(k + at_key, mask=in_key, other=0.0).to(DOT)
         weights = tl.load(w + tile * CHUNK * BLOCK_KEY + within[:, None] * BLOCK_KEY + keys[None, :]).to(DOT)
@@ -216,7 +221,7 @@ def _advance(
         result = tl.dot(query, before, input_precision=PRECISION) * tl.exp(total)[:, None]
         result += tl.dot(shares, corrections.to(DOT), input_precision=PRECISION)
         at_out = (tokens * VALUE_HEADS + head)[:, None] * VALUE_DIM + values[None, :]
-        in_out = known[:, None] & (values < VALUE_DIM)[None, :]
+        in_out = token_mask[:, None] & (values < VALUE_DIM)[None, :]
         tl.store(out + at_out, (result * scale).to(out.dtype.element_ty), mask=in_out)
         tile += VALUE_HEADS
     return state
@@ -254,7 +259,8 @@ def _advance_kernel(
     head = tl.program_id(1)
     row = tl.load(long_rows + 2 * tl.program_id(2))
     first = tl.load(long_rows + 2 * tl.program_id(2) + 1)
-    begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
+    begin = tl.load(query_starts + row)
+    end = tl.load(query_starts + row + 1)
     slot = tl.load(slots + row)
     if slot >= 0:
         keys = tl.arange(0, BLOCK_KEY)
@@ -274,7 +280,8 @@ def _advance_kernel(
             target = tl.where((part == 0) & (kept >= 0), kept, slot)
             tl.store(states + target.to(tl.int64) * state_stride + in_slot, state, mask=in_state)
             tile += tl.cdiv(middle - begin, CHUNK) * VALUE_HEADS
-            begin, middle = middle, end
+            begin = middle
+            middle = end
 
 
 def chunk_delta_rule(
@@ -295,7 +302,8 @@ def chunk_delta_rule(
 
     Beside the inputs, this takes 40 KiB per chunk and value head of 128 values in 16 bits.
     """
-    (_, key_heads, key_dim), (_, value_heads, value_dim) = q.shape, v.shape
+    _, key_heads, key_dim = q.shape
+    _, value_heads, value_dim = v.shape
     assert ba.is_contiguous()
     tiles = tiles or _tiles(v)
     block_key, block_value = (max(triton.next_power_of_2(dim), 16) for dim in (key_dim, value_dim))

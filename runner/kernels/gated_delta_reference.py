@@ -36,7 +36,7 @@ class DeltaInputs(NamedTuple):
     log_decay: Tensor  # [tokens, heads]
 
     def of(self, tokens: Tensor | slice) -> DeltaInputs:
-        return DeltaInputs(*(each[tokens] for each in self))
+        return DeltaInputs(*(tensor[tokens] for tensor in self))
 
 
 def gates_of(ba: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
@@ -57,8 +57,8 @@ def delta_rule_step(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]
     """
     q, k, v, beta, log_decay = inputs
     state = state * log_decay.exp()[..., None, None]
-    known = (state @ k[..., None]).squeeze(-1)
-    state = state + ((v - known) * beta[..., None])[..., None] * k[..., None, :]
+    recalled = (state @ k[..., None]).squeeze(-1)
+    state = state + ((v - recalled) * beta[..., None])[..., None] * k[..., None, :]
     return (state @ q[..., None]).squeeze(-1) * q.shape[-1] ** -0.5, state
 
 
@@ -72,7 +72,7 @@ def delta_rule_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tenso
     for first in range(0, len(q), _CHUNK):
         part = slice(first, first + _CHUNK)
         # [heads, tokens of the chunk, …]
-        queries, keys, values = (each[part].transpose(0, 1) for each in (q, k, v))
+        queries, keys, values = (tensor[part].transpose(0, 1) for tensor in (q, k, v))
         betas = beta[part].t()[..., None]
         total = log_decay[part].t().cumsum(-1)[..., None]  # log γ
         hidden = torch.ones(total.shape[1], total.shape[1], dtype=torch.bool, device=q.device).triu(1)

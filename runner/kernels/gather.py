@@ -12,7 +12,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from runner.batch import AttentionBatch
 from runner.kernels.products.fp8 import from_cache
 
@@ -78,8 +78,9 @@ class GatheredKeys:
         starts = np.zeros(len(seq_lens) + 1, dtype=np.int32)
         np.cumsum(-(-seq_lens // TILE) * TILE, out=starts[1:])
         self._seq_lens = batch.device_seq_lens[first : len(batch.seq_lens)]
-        self._page_tables = [each.page_table[first : len(batch.seq_lens)] for each in batch.by_group]
-        self._longest, self._total = int(seq_lens.max()), int(starts[-1])
+        self._page_tables = [group_batch.page_table[first : len(batch.seq_lens)] for group_batch in batch.by_group]
+        self._longest = int(seq_lens.max())
+        self._total = int(starts[-1])
         return starts
 
     def gather(self, cache: Tensor, scales: KVScales = UNSCALED, group: int = 0) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,8 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     Gates are at most ``limit``, ups within ±``limit``. Computed in float32 (gpt-oss, arXiv 2508.10925).
     """
     gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     inner: Tensor = (up + 1) * gate * torch.sigmoid(alpha * gate)
     return inner.to(gate_up.dtype)
 

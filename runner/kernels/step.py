@@ -152,6 +152,6 @@ def take_samples_kernel(
     if draw >= -1:
         tl.store(num_computed + slot, tl.load(num_computed + slot) + length)
     if draw >= 0:
-        known = tl.load(num_tokens + slot)
-        tl.store(token_ids + slot * token_stride + known, tl.load(sampled + draw))
-        tl.store(num_tokens + slot, known + 1)
+        count = tl.load(num_tokens + slot)
+        tl.store(token_ids + slot * token_stride + count, tl.load(sampled + draw))
+        tl.store(num_tokens + slot, count + 1)

@@ -49,7 +49,8 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
     dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype]
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
-    windowed_rows, windowed_keys = min(rows, 64), min(keys, 32)
+    windowed_rows = min(rows, 64)
+    windowed_keys = min(keys, 32)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
     decode = {
         **common,
@@ -89,7 +90,8 @@ def choose_latent_tiles(num_heads: int, placement: TensorPlacement) -> tuple[int
     """Return how many query heads share a program, and tiles of this group for latents of up to 512 values."""
     group = next(count for count in range(min(num_heads, _LATENT_HEADS), 0, -1) if num_heads % count == 0)
     exact = placement.dtype == torch.float32
-    block_group, rows = triton.next_power_of_2(group), _MATRIX_ROWS if exact else 64
+    block_group = triton.next_power_of_2(group)
+    rows = _MATRIX_ROWS if exact else 64
     common = {
         "BLOCK_GROUP": block_group,
         "BLOCK_KEYS": 16 if exact else 32,

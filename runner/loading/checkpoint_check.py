@@ -39,7 +39,8 @@ def check_tensors(config: NodeConfig) -> int:
 def _check(config: NodeConfig, stored: OpenWeights | None) -> int:
     # Masks are looked at up to the longest sequence, as by the node.
     model = msgspec.structs.replace(config.model, max_position_embeddings=config.max_model_len)
-    path, dtype = Path(config.model_dir), _dtype(config)
+    path = Path(config.model_dir)
+    dtype = _dtype(config)
     if model.impl == TRANSFORMERS:
         from runner.models.from_transformers.unread_decoder import check_unread  # imported on demand: it takes seconds
 
@@ -63,10 +64,10 @@ def main() -> int:
     """Read a NodeConfig from standard input, and write a ``CheckedTensors`` to standard output."""
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=NodeConfig)
     try:
-        found = CheckedTensors(number=check_tensors(config))
+        result = CheckedTensors(number=check_tensors(config))
     except PdserveError as exc:
-        found = CheckedTensors(problem=str(exc))
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+        result = CheckedTensors(problem=str(exc))
+    sys.stdout.buffer.write(msgspec.json.encode(result))
     return 0
 
 

@@ -26,7 +26,9 @@ from runner.models.layers.weight_shard import WeightGroup, WeightShard, WeightSh
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_NORM = "model.norm.weight"
+_HEAD = "lm_head.weight"
 _C_LIBRARY = ctypes.CDLL(None)
 
 
@@ -35,7 +37,8 @@ class DecoderWeights(ModelWeights):
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        config, position = decoder.config, decoder.context.position
+        config = decoder.config
+        position = decoder.context.position
         moe = config.moe
         self._other_experts = set(range(moe.num_experts)).difference(position.local_experts(moe)) if moe else set()
         self._other_layers = set(range(config.num_layers + config.num_nextn_layers)).difference(position.layers)
@@ -59,8 +62,8 @@ class DecoderWeights(ModelWeights):
         Raises CheckpointError unless all are there, and no others.
         """
         shards = dict(self.shards())
-        found = split_experts(weights, shards, self._decoder.checkpoint_name)
-        return found, check_weights(model_dir, found, shards, self._ignored(found))
+        tensors = split_experts(weights, shards, self._decoder.checkpoint_name)
+        return tensors, check_weights(model_dir, tensors, shards, self._ignored(tensors))
 
     def _ignored(self, stored: Iterable[str]) -> set[str]:
         """Return the stored tensors that other ranks load and check, or no rank: such as a tied head."""
@@ -71,7 +74,8 @@ class DecoderWeights(ModelWeights):
     def _is_elsewhere(self, name: str) -> bool:
         if name.startswith(self._decoder.unused_tensors):
             return True
-        layer, expert = _LAYER.match(name), _EXPERT.search(name)
+        layer = _LAYER.match(name)
+        expert = _EXPERT.search(name)
         if expert is not None and int(expert[1]) in self._other_experts:
             return True
         return layer is not None and int(layer[1]) in self._other_layers
@@ -120,12 +124,13 @@ class DecoderWeights(ModelWeights):
         self.find(model_dir, weights)
 
     def load(self, model_dir: Path, weights: OpenWeights, progress: Progress | None, at_once: int) -> StoredWeights:
-        found, _ = self.find(model_dir, weights)
-        total, done = sum(shard.memory.numel() for _, shard in self.shards()), 0
+        tensors, _ = self.find(model_dir, weights)
+        total = sum(shard.memory.numel() for _, shard in self.shards())
+        done = 0
 
         @torch.inference_mode()  # for each thread
         def fill_one(name: str, shard: WeightShard) -> int:
-            fill_shard(model_dir, name, shard, found[name], at_once)
+            fill_shard(model_dir, name, shard, tensors[name], at_once)
             return shard.memory.numel()
 
         def fill(shards: Mapping[str, WeightShard]) -> None:
@@ -141,7 +146,7 @@ class DecoderWeights(ModelWeights):
             for group in self.groups():
                 group.refill(fill)
                 return_free_memory()
-        return StoredWeights(weights.tensors, found)
+        return StoredWeights(weights.tensors, tensors)
 
     def load_random(self, model_dir: Path) -> None:
         for group in self.groups():

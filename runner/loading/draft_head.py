@@ -45,15 +45,15 @@ def load_draft_head(decoder: Decoder, directory: Path | None) -> None:
         return
     placement = decoder.context.placement
     with _opened(directory, decoder.config, placement.device, placement.stored) as stored:
-        found = _named(directory, head, stored)
+        head_weights = _named(directory, head, stored)
 
         def fill(shards: Mapping[str, WeightShard]) -> None:
             for name, shard in shards.items():
-                fill_shard(directory, name, shard, found[name], _AT_ONCE)
+                fill_shard(directory, name, shard, head_weights[name], _AT_ONCE)
 
         group.refill(fill)
     tokens = head.token_map + torch.arange(len(head.token_map), device=placement.device)
-    low, high = (int(each) for each in tokens.aminmax())
+    low, high = (int(bound) for bound in tokens.aminmax())
     if low < 0 or high >= decoder.config.vocab_size:
         raise CheckpointError(
             f"{directory}: tensor d2t names tokens {low} … {high}, the model has {decoder.config.vocab_size}; choose a "
@@ -70,6 +70,6 @@ def _opened(
 
 def _named(directory: Path, head: Eagle3Head, stored: OpenWeights) -> dict[str, Any]:
     """Return the weights by the names that the head asks for. Raises CheckpointError unless all are there."""
-    found = {plain_name(name): weight for name, weight in stored.items()}
-    names = check_weights(directory, found, dict(head.weight_shards()), UNUSED_TENSORS)
-    return {name: found[name] for name in names}
+    weights = {plain_name(name): weight for name, weight in stored.items()}
+    names = check_weights(directory, weights, dict(head.weight_shards()), UNUSED_TENSORS)
+    return {name: weights[name] for name in names}

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pdserve.checkpoint.file_states import check_unchanged, open_settled
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
-from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError
+from pdserve.host.cpus import usable_cpus
 from pdserve.weights.change import FileState
 from runner.loading.stored_dtypes import TORCH_DTYPES
 
@@ -72,19 +72,19 @@ class FileReader:
 
     def read(self, file: OpenFile, begin: int, end: int) -> Tensor:
         """Return bytes ``begin`` … ``end`` - 1, uint8. Raises CheckpointError and OSError."""
-        found = torch.empty(end - begin, dtype=torch.uint8, device=self._device)
+        data = torch.empty(end - begin, dtype=torch.uint8, device=self._device)
         if self._device.type == "cpu":
-            self._read_into(file, begin, found)
-            return found
+            self._read_into(file, begin, data)
+            return data
         with self._lock:
-            for at in range(0, len(found), _STAGING):
-                some = found[at : at + _STAGING]
+            for at in range(0, len(data), _STAGING):
+                some = data[at : at + _STAGING]
                 memory, copied = self._next_staging()
                 copied.synchronize()
                 self._read_into(file, begin + at, memory[: len(some)])
                 some.copy_(memory[: len(some)], non_blocking=True)
                 copied.record()
-        return found
+        return data
 
     def _read_into(self, file: OpenFile, begin: int, memory: Tensor) -> None:
         buffer = memory.numpy().data
@@ -107,7 +107,9 @@ class FileSlice:
     """A tensor in a file with the interface of a slice of safetensors: nothing is read before it is indexed."""
 
     def __init__(self, reader: FileReader, file: OpenFile, name: str, stored: StoredTensor) -> None:
-        self._reader, self._file, self._stored = reader, file, stored
+        self._reader = reader
+        self._file = file
+        self._stored = stored
         self.origin = name, 0  # the stored tensor, and the place of the first value in it
 
     def get_shape(self) -> list[int]:
@@ -119,13 +121,15 @@ class FileSlice:
     def __getitem__(self, index: Any) -> Tensor:
         """Return a part. Only the ranges of leading dimensions that it covers are read."""
         rest = list(index) if isinstance(index, tuple) else [index]
-        shape, first, kept = list(self._stored.shape), 0, slice(None)
+        shape = list(self._stored.shape)
+        first = 0
         while rest and shape and isinstance(rest[0], int):
             size = shape.pop(0)
             first += range(size)[rest.pop(0)] * prod(shape)
         if rest and shape and isinstance(rest[0], slice) and rest[0].step in (None, 1):
             begin, end, _ = rest[0].indices(shape[0])
-            rest[0], shape[0] = kept, max(0, end - begin)
+            rest[0] = slice(None)
+            shape[0] = max(0, end - begin)
             first += begin * prod(shape[1:])
         values = self._read(first, shape)
         return values[tuple(rest)] if rest else values

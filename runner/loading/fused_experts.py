@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_GATE_UP = ".experts.gate_up_proj"
+_DOWN = ".experts.down_proj"
 
 
 class ExpertSlice:
     """Rows of one expert in a fused tensor. Like a slice of safetensors, it reads nothing before it is indexed."""
 
     def __init__(self, fused: Any, expert: int, first: int, shape: tuple[int, int]) -> None:
-        self._fused, self._expert, self._first, self._shape = fused, expert, first, shape
+        self._fused = fused
+        self._expert = expert
+        self._first = first
+        self._shape = shape
 
     @property
     def origin(self) -> tuple[str, int]:
@@ -39,26 +43,28 @@ class ExpertSlice:
 
 
 def split_experts(
-    weights: Mapping[str, Any], known: Collection[str], checkpoint_name: Callable[[str], str]
+    weights: Mapping[str, Any], model_names: Collection[str], checkpoint_name: Callable[[str], str]
 ) -> Mapping[str, Any]:
     """Return the weights with a name per expert, if they are fused and the model does not ask for fused ones.
 
-    ``known`` are the names that the model asks for. Tensors beside fused experts have Llama's names, whatever the
+    ``model_names`` are the names that the model asks for. Tensors beside fused experts have Llama's names, whatever the
     family's are; ``checkpoint_name`` translates them.
     """
-    if not any(name.endswith((_GATE_UP, _DOWN)) and name not in known for name in weights):
+    if not any(name.endswith((_GATE_UP, _DOWN)) and name not in model_names for name in weights):
         return weights
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, weight in weights.items():
         shape = weight.get_shape()
-        if name in known or not name.endswith((_GATE_UP, _DOWN)) or len(shape) != 3:
-            found[checkpoint_name(name)] = weight
+        if name in model_names or not name.endswith((_GATE_UP, _DOWN)) or len(shape) != 3:
+            tensors[checkpoint_name(name)] = weight
             continue
         stem, _, kind = name.rpartition(".")
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        experts, rows, columns = shape[0], shape[1] // len(parts), shape[2]
+        experts = shape[0]
+        rows = shape[1] // len(parts)
+        columns = shape[2]
         for expert in range(experts):
             for index, part in enumerate(parts):
                 full_name = checkpoint_name(f"{stem}.{expert}.{part}.weight")
-                found[full_name] = ExpertSlice(weight, expert, index * rows, (rows, columns))
-    return found
+                tensors[full_name] = ExpertSlice(weight, expert, index * rows, (rows, columns))
+    return tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.weights import OpenWeights
 from runner.models.from_transformers.decoder import TransformersDecoder
@@ -23,7 +23,9 @@ _log = logging.getLogger(__name__)
 class LibraryWeights(ModelWeights):
     def __init__(self, decoder: TransformersDecoder, layout: KVLayout, placement: TensorPlacement) -> None:
         """``layout`` describes the KV cache of the self-test."""
-        self._decoder, self._layout, self._placement = decoder, layout, placement
+        self._decoder = decoder
+        self._layout = layout
+        self._placement = placement
 
     def check(self, model_dir: Path, weights: OpenWeights) -> None:
         self._check(model_dir, weights)

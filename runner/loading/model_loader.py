@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.weight_digests import known_digests
+from pdserve.config.memory_fit import check_room
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
-from pdserve.config.room import check_room
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.protocols import WeightReader
 from pdserve.weights.change import FileStates
@@ -22,7 +22,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.draft_head import load_draft_head
-from runner.loading.memory import free_memory
+from runner.loading.kv_memory import free_memory
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch
@@ -55,13 +55,13 @@ class LoadedModel:
         self.placement = TensorPlacement(
             self.device, dtype, compute_dtype(self.device, dtype), use_triton=config.attention_backend != "torch"
         )
-        self._config, self.parallel = config, parallel
+        self._config = config
+        self.parallel = parallel
         if self.placement.use_triton:
             parallel.enable_fused_all_reduce(config.model.hidden_size)
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
-        held = str(held_dtype(self.placement)).removeprefix("torch.")
-        check_room(config, held, free_memory(self.device))
+        check_room(config, str(held_dtype(self.placement)).removeprefix("torch."), free_memory(self.device))
         with torch.inference_mode():
             self.decoder, self.weights = self._build()
         self.stored: StoredWeights | None = None  # None: of no checkpoint
@@ -96,10 +96,10 @@ class LoadedModel:
     def _ask_peer(self, reader: WeightReader | None) -> tuple[PeerWeights | None, FileStates]:
         """Return the peer's weights, and the files whose digests they must have; None unless these are known."""
         digested = self._config.weight_files
-        known = None if reader is None else known_digests(Path(self._config.model_dir))
-        if reader is None or known is None or digested not in ({}, known.files) or not self.weights.by_name:
+        digests = None if reader is None else known_digests(Path(self._config.model_dir))
+        if reader is None or digests is None or digested not in ({}, digests.files) or not self.weights.by_name:
             return None, digested
-        return PeerWeights(reader, known.tensors, self.device), known.files
+        return PeerWeights(reader, digests.tensors, self.device), digests.files
 
     @property
     def shard(self) -> ModelConfig:
@@ -129,12 +129,14 @@ class LoadedModel:
         with self._open(model_dir, digested, peer) as weights:
             self.stored = self.weights.load(model_dir, weights, progress, _AT_ONCE if peer is None else _WHOLE)
             self.synchronize()
-        self._source, self.files = weights.tensors, weights.files
+        self._source = weights.tensors
+        self.files = weights.files
 
     def _open(
         self, model_dir: Path, digested: FileStates, peer: PeerWeights | None = None
     ) -> AbstractContextManager[OpenWeights]:
-        model, dtype = self._config.model, self.placement.stored
+        model = self._config.model
+        dtype = self.placement.stored
         return open_weights(model_dir, model, self.device, dtype, peer=peer, digested=digested)
 
     def patch(self, patch: CheckedPatch) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.weights.sharing import OfferedMemory, TensorPart
 from runner.loading.stored_dtypes import STORED_DTYPES
 from runner.models.layers.weight_shard import WeightShard
@@ -33,10 +33,10 @@ def offer_shards(
         memory = shard.memory
         if name not in stored or not _equals_stored(shard, stored[name]):
             continue
-        found = _parts_of(name, shard)
-        if not found:
+        shard_parts = _parts_of(name, shard)
+        if not shard_parts:
             continue
-        parts += found
+        parts += shard_parts
         storage = memory.untyped_storage()
         if storage.data_ptr() not in regions:
             device = memory.device
@@ -58,7 +58,8 @@ def _parts_of(name: str, shard: WeightShard) -> list[TensorPart]:
 
 def _equals_stored(shard: WeightShard, stored: StoredTensor) -> bool:
     """Return whether the shard's memory has, and keeps, the dtype and shape of its part in the file, row by row."""
-    memory, shape = shard.memory, list(stored.shape)
+    memory = shard.memory
+    shape = list(stored.shape)
     if memory.is_meta or not memory.numel() or memory.ndim != len(shape) or tuple(shape) != shard.full_shape:
         return False
     shape[shard.dim] = memory.shape[shard.dim]

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.checkpoint.weight_patch import PatchEntry, WeightPatch, read_patch
-from pdserve.cpus import usable_cpus
 from pdserve.errors import CheckpointError, shown
+from pdserve.host.cpus import usable_cpus
 from runner.loading.file_slices import opened
 from runner.loading.stored_dtypes import TORCH_DTYPES
 from runner.loading.stored_weights import StoredWeight, StoredWeights
@@ -67,11 +67,11 @@ class CheckedPatch:
             for entry in self._patch.entries:
                 _check_entry(entry, self._patch, stored.find(entry.name))
             with opened(path) as self._file, _pool() as pool:
-                found = list(pool.map(lambda entry: self._read(entry, keep=num_bytes <= keep_bytes), self.entries))
+                pieces = list(pool.map(lambda entry: self._read(entry, keep=num_bytes <= keep_bytes), self.entries))
         except (CheckpointError, OSError) as exc:
             raise CheckpointError(f"patch {path}: {exc}") from exc
         if num_bytes <= keep_bytes:
-            self._kept = dict(zip(self.entries, found, strict=True))
+            self._kept = dict(zip(self.entries, pieces, strict=True))
 
     @property
     def entries(self) -> tuple[PatchEntry, ...]:
@@ -110,12 +110,14 @@ class CheckedPatch:
         """Check the digests and indices of an entry."""
         keys = [key for key in (entry.indices, entry.values) if key in self._patch.digests]
         hashes = {key: xxhash.xxh3_128() for key in keys}
-        size, above, kept = prod(self._stored.find(entry.name).shape), -1, []
+        size = prod(self._stored.find(entry.name).shape)
+        above = -1
+        kept = []
         for piece in self._pieces(entry):
             for key in keys:
-                found = piece.values.view(torch.uint8).numpy() if key == entry.values else piece.indices
-                assert found is not None
-                hashes[key].update(found.data)
+                array = piece.values.view(torch.uint8).numpy() if key == entry.values else piece.indices
+                assert array is not None
+                hashes[key].update(array.data)
             if piece.indices is not None:
                 _check_indices(entry, piece.indices, above, size)
                 above = int(piece.indices[-1])
@@ -173,7 +175,8 @@ def _check_indices(entry: PatchEntry, indices: NDArray[Any], above: int, size: i
     falls = indices[1:] <= indices[:-1]
     if falls.any():
         at = int(falls.argmax()) + 1
-        above, index = int(indices[at - 1]), int(indices[at])
+        above = int(indices[at - 1])
+        index = int(indices[at])
     else:
         index = int(indices[0])
     if index <= above and index >= 0:
@@ -190,13 +193,17 @@ def _scatter(shard: WeightShard, first: int, piece: Piece) -> None:
     if shard.rows is not None:
         _scatter_rows(shard, shard.rows, first, piece)
         return
-    memory, full_shape, dim = shard.memory, shard.full_shape, shard.dim
-    inner, size = prod(full_shape[dim + 1 :]), memory.shape[dim]
+    memory = shard.memory
+    full_shape = shard.full_shape
+    dim = shard.dim
+    inner = prod(full_shape[dim + 1 :])
+    size = memory.shape[dim]
     begin = first if dim else first + shard.start * inner
     piece = piece.between(begin, first + prod(full_shape) if dim else begin + size * inner)
     if not len(piece.values):
         return
-    places, values = piece.places(memory.device) - begin, piece.values.to(memory.device)
+    places = piece.places(memory.device) - begin
+    values = piece.values.to(memory.device)
     if dim:
         position = places // inner % full_shape[dim] - shard.start
         mine = (position >= 0) & (position < size)
@@ -204,7 +211,8 @@ def _scatter(shard: WeightShard, first: int, piece: Piece) -> None:
         places = ((outer * size + position) * inner + places % inner)[mine]
         values = values[mine]
     elif shard.order is not None:
-        rows, heads = places // inner, len(shard.order)
+        rows = places // inner
+        heads = len(shard.order)
         inverse = shard.order.argsort().to(memory.device)
         places = (rows // heads * heads + inverse[rows % heads]) * inner + places % inner
     _flat(memory)[_offsets(memory, places)] = values.to(memory.dtype)
@@ -212,9 +220,11 @@ def _scatter(shard: WeightShard, first: int, piece: Piece) -> None:
 
 def _scatter_rows(shard: WeightShard, rows: Tensor, first: int, piece: Piece) -> None:
     """Write a piece's values to a shard that holds ``rows`` of the full tensor."""
-    memory, inner = shard.memory, prod(shard.full_shape[1:])
+    memory = shard.memory
+    inner = prod(shard.full_shape[1:])
     piece = piece.between(first, first + prod(shard.full_shape))
-    places, values = piece.places(memory.device) - first, piece.values.to(memory.device)
+    places = piece.places(memory.device) - first
+    values = piece.values.to(memory.device)
     row_in_memory = torch.full((shard.full_shape[0],), -1)
     row_in_memory[rows] = torch.arange(len(rows))
     row = row_in_memory.to(memory.device)[places // inner]

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from pdserve.checkpoint.weight_digests import tensor_digest
 from pdserve.errors import CapacityError, PdserveError
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.protocols import WeightReader
 from pdserve.weights.sharing import PartRead, cover, find_tensors
-from runner.loading.memory import free_memory
+from runner.loading.kv_memory import free_memory
 from runner.loading.stored_dtypes import STORED_DTYPES
 
 _log = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class PeerWeights:
             return
         first = self._unused.get()
         try:
-            found = self._read([read._replace(offset=first + read.offset) for read in reads], dtype, shape)
-            yield found if found is not None and self._is_right(name, dtype, shape, found) else None
+            tensor = self._read([read._replace(offset=first + read.offset) for read in reads], dtype, shape)
+            yield tensor if tensor is not None and self._is_right(name, dtype, shape, tensor) else None
         finally:
             self._unused.put(first)
 
@@ -142,7 +142,8 @@ class PeerWeights:
             except PdserveError as exc:
                 self._give_up(str(exc))
                 return None
-        first, num_bytes = reads[0].offset, _num_bytes(dtype, shape)
+        first = reads[0].offset
+        num_bytes = _num_bytes(dtype, shape)
         values = staging[first : first + num_bytes].view(STORED_DTYPES[dtype])
         dim = reads[0].part.dim
         if not dim:  # parts of rows lie one after the other
@@ -224,10 +225,10 @@ class PeerSlice:
     @contextmanager
     def whole(self) -> Iterator[Any]:
         """Read the tensor once. Yield it, for use on the current stream of its device, or else ``stored``."""
-        with self._weights.tensor(self._name, self.get_dtype(), tuple(self.get_shape())) as found:
-            yield self._stored if found is None else found
+        with self._weights.tensor(self._name, self.get_dtype(), tuple(self.get_shape())) as tensor:
+            yield self._stored if tensor is None else tensor
 
     def __getitem__(self, index: Any) -> Tensor:
-        with self.whole() as found:
-            part: Tensor = found[index]
-            return part if found is self._stored else part.clone()  # the next tensor takes the staging memory
+        with self.whole() as tensor:
+            part: Tensor = tensor[index]
+            return part if tensor is self._stored else part.clone()  # the next tensor takes the staging memory

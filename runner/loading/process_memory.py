@@ -25,9 +25,9 @@ def process_memory(device: torch.device) -> int:
     without nvidia-ml-py; then PyTorch's bytes and ``ASSUMED_OUTSIDE`` are returned, and the log says so.
     """
     reserved = torch.cuda.memory_reserved(device)
-    known = _known_to_driver(device)
-    if known is not None:
-        return max(known, reserved)
+    driver_bytes = _known_to_driver(device)
+    if driver_bytes is not None:
+        return max(driver_bytes, reserved)
     _warn_once()
     return reserved + ASSUMED_OUTSIDE
 
@@ -52,7 +52,7 @@ def _known_to_driver(device: torch.device) -> int | None:
             processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except pynvml.NVMLError:
         return None
-    return next((each.usedGpuMemory for each in processes if each.pid == os.getpid()), None)
+    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
 
 
 @contextmanager

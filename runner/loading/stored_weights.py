@@ -37,7 +37,8 @@ class StoredWeights:
                 parts.setdefault(origin[0], []).append(WeightPart(weight, origin[1]))
         self._names: Collection[str] = tensors.keys() | sources.keys()
         self._weights = {
-            name: StoredWeight(tensors[name].dtype, tensors[name].shape, tuple(found)) for name, found in parts.items()
+            name: StoredWeight(tensors[name].dtype, tensors[name].shape, tuple(tensor_parts))
+            for name, tensor_parts in parts.items()
         }
 
     def find(self, name: str) -> StoredWeight:

@@ -21,7 +21,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CheckpointError, PdserveError
 from pdserve.weights.change import WeightChange
-from runner.loading.memory import free_memory
+from runner.loading.kv_memory import free_memory
 from runner.loading.model_loader import LoadedModel
 from runner.loading.patches import CheckedPatch
 
@@ -40,7 +40,8 @@ class WeightChanger:
 
     def __init__(self, config: NodeConfig, model: LoadedModel) -> None:
         self.problem = ""  # why the weights in memory are of no use
-        self._config, self._model = config, model
+        self._config = config
+        self._model = model
 
     def check(self, change: WeightChange) -> None:
         """Raise CheckpointError on every rank unless the change fits the weights in memory."""
@@ -83,7 +84,8 @@ class WeightChanger:
             raise CheckpointError("a change of weights names a checkpoint or a patch, and not both")
         if change.patch:
             return self._prepare_patch(Path(change.patch))
-        model_dir, digested = Path(change.model_dir), change.weight_files
+        model_dir = Path(change.model_dir)
+        digested = change.weight_files
         check_same_model(self._config, model_dir)
         if change.weights_hash:
             own = with_reload(self._config, change.model_dir)

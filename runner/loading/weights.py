@@ -157,7 +157,7 @@ def open_weights(
 
 
 def _asking(peer: PeerWeights | None, stored: dict[str, Any]) -> dict[str, Any]:
-    return stored if peer is None else {name: peer.slice(name, found) for name, found in stored.items()}
+    return stored if peer is None else {name: peer.slice(name, tensor) for name, tensor in stored.items()}
 
 
 def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -210,7 +210,8 @@ def _check_tensor(model_dir: Path, name: str, shard: WeightShard, source: Any) -
             f"{model_dir}: tensor {name} has shape {shape}, config.json asks for {shard.full_shape}; "
             "the two belong to different models"
         )
-    dtype, memory = source.get_dtype(), shard.memory
+    dtype = source.get_dtype()
+    memory = shard.memory
     if dtype not in _FLOATS and not isinstance(source, DequantizedSlice) and memory.dtype in _CONVERTIBLE:
         raise _wrong_dtype(model_dir, name, dtype, memory)
 

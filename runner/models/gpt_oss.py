@@ -15,9 +15,11 @@ from runner.models.layers.weight_shard import WeightShard, WeightShards
 
 class GptOssAttention(Attention):
     def __init__(self, context: ModelContext, layer: int) -> None:
-        config, placement = context.config, context.placement
+        config = context.config
+        placement = context.placement
         super().__init__(context, layer, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        self._head_dim, self._num_heads = config.head_dim, config.num_heads
+        self._head_dim = config.head_dim
+        self._num_heads = config.num_heads
         local = self.heads.size // config.head_dim
         self._sinks = torch.empty(local, device=placement.device, dtype=placement.dtype)
 

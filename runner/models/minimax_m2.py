@@ -17,7 +17,8 @@ class MiniMaxM2Attention(Attention):
     def __init__(self, context: ModelContext, layer: int) -> None:
         super().__init__(context, layer)
         placement = context.placement
-        self._parallel, self._eps = context.parallel, context.config.rms_norm_eps
+        self._parallel = context.parallel
+        self._eps = context.config.rms_norm_eps
         # [queries and keys of this shard]
         self._weight = torch.empty(self.heads.size + self.kv_heads.size, device=placement.device, dtype=placement.dtype)
 

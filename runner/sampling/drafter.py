@@ -49,7 +49,9 @@ class DraftRows:
 
 class Drafter:
     def __init__(self, model: Model, backend: AttentionBackend, page_size: int) -> None:
-        self._model, self._backend, self._page_size = model, backend, page_size
+        self._model = model
+        self._backend = backend
+        self._page_size = page_size
 
     def store(self, tokens: PredictedTokens) -> None:
         """Store keys and values of a step without drafts behind it. ``backend`` has planned the step."""
@@ -77,7 +79,8 @@ class Drafter:
 
     def _batch(self, rows: DraftRows, positions: Tensor, stored: Tensor, number: int) -> AttentionBatch:
         """Return a step of one token per row. Tokens that are not ``stored`` see what is at their position."""
-        count, page_size = len(rows.seq_lens), self._page_size
+        count = len(rows.seq_lens)
+        page_size = self._page_size
         pages = rows.page_table.gather(1, (positions // page_size)[:, None])[:, 0]
         slots = (pages.long() * page_size + positions % page_size).masked_fill(~stored, -1)
         starts = np.arange(count + 1, dtype=np.int32)

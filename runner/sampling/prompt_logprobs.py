@@ -40,7 +40,8 @@ class _ScoredTokens(StepPart[object]):
     needs_all_hidden_states = True
 
     def __init__(self, targets: Sequence[Targets], logits: Callable[[Tensor], Tensor]) -> None:
-        self._targets, self._logits = targets, logits
+        self._targets = targets
+        self._logits = logits
 
     def after_forward(self, batch: object, hidden: Tensor) -> None:
         self._table = HostCopy.start(_score_rows(self._targets, hidden, self._logits))
@@ -64,9 +65,9 @@ def _score_rows(targets: Sequence[Targets], hidden: Tensor, logits: Callable[[Te
 
     ``logits`` turns hidden states [rows, hidden_size] into [rows, vocab_size].
     """
-    rows = _index(chain.from_iterable(each.rows for each in targets), hidden.device)
-    token_ids = _index(chain.from_iterable(each.token_ids for each in targets), hidden.device)
-    num_top = max(each.num_top for each in targets)
+    rows = _index(chain.from_iterable(target.rows for target in targets), hidden.device)
+    token_ids = _index(chain.from_iterable(target.token_ids for target in targets), hidden.device)
+    num_top = max(target.num_top for target in targets)
     slices = zip(rows.split(_ROWS), token_ids.split(_ROWS), strict=True)
     return torch.cat([_score(logits(hidden.index_select(0, some)), ids, num_top) for some, ids in slices])
 
@@ -78,7 +79,8 @@ def _score(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     own = logits.gather(1, token_ids[:, None])
     ranks = (logits > own).sum(-1, keepdim=True, dtype=torch.int32) + 1
     top = logits.topk(min(num_top, logits.shape[1]), dim=-1)
-    own, best = own - total, top.values - total
+    own = own - total
+    best = top.values - total
     return torch.cat([own.view(torch.int32), ranks, top.indices.int(), best.view(torch.int32)], dim=1)
 
 

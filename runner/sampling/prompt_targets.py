@@ -46,18 +46,20 @@ class PromptTargets:
         """Return the targets of a step, and count its tokens as computed."""
         if not self._open:
             return []
-        found, row = [], 0
+        all_targets = []
+        row = 0
         for item in scheduled:
             new = self._open.get(item.seq)
             if new is not None:
-                found.append(self._targets(new, row, item.num_tokens))
+                all_targets.append(self._targets(new, row, item.num_tokens))
             row += item.num_tokens
-        return [targets for targets in found if targets.rows]
+        return [targets for targets in all_targets if targets.rows]
 
     def _targets(self, new: NewSequence, row: int, num_tokens: int) -> Targets:
         """Return the targets of a sequence whose tokens begin at ``row`` of the step."""
         begin = self._num_computed[new.seq]
-        first, end = max(begin + 1, new.num_scored), min(begin + num_tokens + 1, new.prompt_len)
+        first = max(begin + 1, new.num_scored)
+        end = min(begin + num_tokens + 1, new.prompt_len)
         self._num_computed[new.seq] += num_tokens
         if end == new.prompt_len:
             self.remove(new.seq)

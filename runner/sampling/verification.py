@@ -51,7 +51,8 @@ def _counts(plan: StepPlan, drafts_of: Mapping[int, Drafts], token_ids: tuple[in
     at = 0
     for item in plan.scheduled[: plan.num_decodes]:
         drafts = drafts_of.get(item.seq, Drafts(item.seq))
-        guesses, accepted = drafts.token_ids, 0
+        guesses = drafts.token_ids
+        accepted = 0
         assert len(guesses) == item.num_tokens - 1, f"a decode of {item.num_tokens} tokens has {len(guesses)} drafts"
         while accepted < len(guesses) and guesses[accepted] == token_ids[at + accepted]:
             accepted += 1

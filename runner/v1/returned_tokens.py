@@ -28,7 +28,8 @@ class HostReturnedTokens(ReturnedTokens[HostBatch], StepPart[HostBatch]):
         for message in self.due(batch.scheduled):
             with self.receiver.take() as tokens:
                 token_ids = tokens.cpu().numpy()[message.wanted]
-            rows, positions = message.rows[message.wanted], message.positions[message.wanted]
+            rows = message.rows[message.wanted]
+            positions = message.positions[message.wanted]
             self._sequences.token_ids[rows, positions] = token_ids
 
     def after_forward(self, batch: HostBatch, hidden: Tensor) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from pdserve.pausing import Pausing
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepOutput, StepPlan
@@ -123,7 +123,8 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         self, drafter: Drafter, plan: StepPlan, batch: HostBatch, hidden: Tensor, output: StepOutput
     ) -> StepOutput:
         """Let the model predict what follows the tokens of a step, which have been counted."""
-        table, tokens = self._sequences, self._predicted_tokens(batch, hidden)
+        table = self._sequences
+        tokens = self._predicted_tokens(batch, hidden)
         if not plan.drafts_ahead:
             drafter.store(tokens)
             return output
@@ -131,7 +132,8 @@ class RunnerV1(BaseModelRunner[HostBatch]):
         last = batch.query_starts[1:] - 1
         if output.decode_counts:
             last[: batch.num_decodes] = batch.query_starts[: batch.num_decodes] + np.array(output.decode_counts) - 1
-        rows, seq_lens = batch.rows[sampled], batch.positions[last[sampled]] + 1
+        rows = batch.rows[sampled]
+        seq_lens = batch.positions[last[sampled]] + 1
         limits = np.minimum(table.num_pages[rows] * self._page_size, self._max_model_len)
         max_pages = int((np.minimum(seq_lens + plan.drafts_ahead, limits).max() - 1) // self._page_size) + 1
         drafts = drafter.draft(
@@ -163,16 +165,16 @@ class RunnerV1(BaseModelRunner[HostBatch]):
 
         Return the hidden states of the tokens ``wanted``, of all tokens if None or on other stages than the last.
         """
-        table, rows, lengths = self._sequences, batch.rows, batch.lengths
+        table = self._sequences
+        rows = batch.rows
         starts = table.num_computed[rows]
-        seq_lens = starts + lengths
+        seq_lens = (starts + batch.lengths).astype(np.int32)
         query_starts = batch.query_starts
-        token_rows = np.repeat(rows, lengths)
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lengths)
+        token_rows = np.repeat(rows, batch.lengths)
+        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], batch.lengths)
         assert (starts + batch.known <= table.num_tokens[rows]).all(), "a plan schedules tokens that do not exist yet"
         max_pages = int(seq_lens.max() - 1) // self._page_size + 1
-        seq_lens = seq_lens.astype(np.int32)
-        pages = [each[token_rows, positions // self._page_size].astype(np.int64) for each in table.pages]
+        pages = [group[token_rows, positions // self._page_size].astype(np.int64) for group in table.pages]
         batch.positions = positions
         has_drafts = batch.has_drafts and self._attention.recurrent is not None
         self._attention.plan(
@@ -181,8 +183,8 @@ class RunnerV1(BaseModelRunner[HostBatch]):
                 seq_lens,
                 device_query_starts=torch.from_numpy(query_starts).to(self._device),
                 device_seq_lens=torch.from_numpy(seq_lens).to(self._device),
-                page_tables=[torch.from_numpy(each[rows, :max_pages]).to(self._device) for each in table.pages],
-                slots=[self._to_device(each * self._page_size + positions % self._page_size) for each in pages],
+                page_tables=[torch.from_numpy(group[rows, :max_pages]).to(self._device) for group in table.pages],
+                slots=[self._to_device(page_ids * self._page_size + positions % self._page_size) for page_ids in pages],
                 state_slots=torch.from_numpy(table.state_slots[rows]).to(self._device),
                 state_snapshots=batch.state_snapshots,
                 drafted=torch.from_numpy(batch.is_drafted.astype(np.int32)).to(self._device) if has_drafts else None,

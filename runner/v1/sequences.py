@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from pdserve.records import NewSequence
 from runner.batch import RowSnapshot
 from runner.sequence_rows import SequenceRows, StepBatch
@@ -46,7 +46,8 @@ class SequenceTable(SequenceRows):
 
     def add_blocks(self, seq: int, block_ids: tuple[int, ...]) -> None:
         row = self._row_of[seq]
-        per_block, groups = self._pages_per_block, self._num_groups
+        per_block = self._pages_per_block
+        groups = self._num_groups
         begin = int(self.num_pages[row])
         end = begin + len(block_ids) // groups * per_block
         # A group that keeps no block has page 0 there, which no attention reads.

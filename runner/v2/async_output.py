@@ -50,7 +50,8 @@ class _PinnedBuffer:
 
     def __init__(self, num_samples: int) -> None:
         self.tokens = torch.empty(num_samples, dtype=torch.int32, pin_memory=True)
-        self.sampled, self.arrived = torch.cuda.Event(), torch.cuda.Event()
+        self.sampled = torch.cuda.Event()
+        self.arrived = torch.cuda.Event()
 
 
 class AsyncOutputCopy:

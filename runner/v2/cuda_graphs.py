@@ -37,7 +37,9 @@ class CudaGraphs:
         """
         descriptors = self.sizes.descriptors
         if device.type == "cpu":
-            self._replays = {each: partial(forward, each, prepare(each)) for each in descriptors}
+            self._replays = {
+                descriptor: partial(forward, descriptor, prepare(descriptor)) for descriptor in descriptors
+            }
             return
         if not descriptors:
             return

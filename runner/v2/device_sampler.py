@@ -48,7 +48,8 @@ class DeviceSampler:
         self, logits: Tensor, metadata: SamplingMetadata, longest: int, masks: GrammarMaskTensors | None = None
     ) -> SamplerOutput:
         """Sample from logits [rows, vocab_size]; no sequence of the batch has more than ``longest`` tokens."""
-        adjusted, logits_row = logits, metadata.logits_row
+        adjusted = logits
+        logits_row = metadata.logits_row
         if metadata.changes_logits or masks is not None:
             adjusted = self._adjust(logits[metadata.logits_row].float(), metadata, longest, masks)
             logits_row = torch.arange(adjusted.shape[0], dtype=torch.int32, device=self._device)
@@ -84,19 +85,20 @@ class DeviceSampler:
     def _penalize(self, logits: Tensor, penalties: Penalties, longest: int) -> Tensor:
         tokens = self._state.token_ids[penalties.slots, :longest].long()  # [n, longest]
         at = torch.arange(longest, dtype=torch.int32, device=self._device)
-        known = at < self._state.num_tokens[penalties.slots, None] + penalties.drafts_before
-        tokens = torch.where(known, tokens, 0)
-        seen = torch.zeros_like(logits).scatter_add_(1, tokens, known.float()) > 0
+        token_mask = at < self._state.num_tokens[penalties.slots, None] + penalties.drafts_before
+        tokens = torch.where(token_mask, tokens, 0)
+        seen = torch.zeros_like(logits).scatter_add_(1, tokens, token_mask.float()) > 0
         logits = torch.where(
             seen, torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition), logits
         )
-        produced = (known & (at >= penalties.prompt_len)).float()
+        produced = (token_mask & (at >= penalties.prompt_len)).float()
         counts = torch.zeros_like(logits).scatter_add_(1, tokens, produced)
         return logits - penalties.frequency * counts - penalties.presence * (counts > 0)
 
     def _best(self, logits: Tensor, logits_row: Tensor, metadata: SamplingMetadata) -> Tensor:
         """Return the best token of each sample, with noise unless it is greedy: [samples] int32."""
-        num_samples, parts = logits_row.shape[0], -(-self._vocab_size // _PART)
+        num_samples = logits_row.shape[0]
+        parts = -(-self._vocab_size // _PART)
         values = torch.empty(num_samples, parts, dtype=torch.float32, device=self._device)
         tokens = torch.empty(num_samples, parts, dtype=torch.int32, device=self._device)
         sampled = torch.empty(num_samples, dtype=torch.int32, device=self._device)

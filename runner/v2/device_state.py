@@ -29,7 +29,8 @@ class DeviceState:
         token_ids, block_tables, self.num_computed, self.num_tokens = self.flat.split(sizes)  # the last two: [slots]
         self.token_ids = token_ids.view(slots, max_tokens)  # [slots, max_tokens]: prompt, then sampled tokens
         self.block_tables = block_tables.view(slots, max_blocks)  # [slots, max_blocks]: block ids from position 0 on
-        self._max_tokens, self._max_blocks = max_tokens, max_blocks
+        self._max_tokens = max_tokens
+        self._max_blocks = max_blocks
         self._blocks_begin = sizes[0]  # offsets of the tables in ``flat``
         self._computed_begin = sum(sizes[:2])
         self._counts_begin = sum(sizes[:3])
@@ -104,14 +105,16 @@ class StagedWrites:
     def send(self, *arrays: NDArray[np.int32]) -> StepWords:
         """Start the copy of all writes and arrays. Later work on the stream finds them on the device."""
         lengths = np.array(self._lengths, dtype=np.int32)
-        num_writes, extra = len(lengths), self._extra
+        num_writes = len(lengths)
+        extra = self._extra
         head = 3 * num_writes
         parts = [*self._values, *arrays, *extra]
         begins = [head, *(head + np.cumsum([len(part) for part in parts])).tolist()]
         total = begins[-1]
         if total > self._words.numel():
             self._allocate(2 * total)
-        host, words = self._host[self._next], self._host_words[self._next]
+        host = self._host[self._next]
+        words = self._host_words[self._next]
         words[0:head:3] = self._destinations
         words[1:head:3] = head + lengths.cumsum() - lengths
         words[2:head:3] = lengths
@@ -119,7 +122,10 @@ class StagedWrites:
         self._words[:total].copy_(host[:total], non_blocking=True)
         self._next = (self._next + 1) % self._ring
         offsets = tuple(begins[len(self._values) : -1])
-        self._destinations, self._lengths, self._values, self._extra = [], [], [], []
+        self._destinations = []
+        self._lengths = []
+        self._values = []
+        self._extra = []
         longest = int(lengths.max(initial=0))
         return StepWords(self._words, num_writes, longest, offsets[: len(arrays)], offsets[len(arrays) :])
 

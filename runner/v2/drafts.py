@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from runner.batch import AttentionBatch
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 from runner.sampling.drafter import Drafter, DraftRows, PredictedTokens
@@ -44,14 +44,19 @@ class DeviceDrafts:
         verification: DeviceVerification,
     ) -> None:
         """``hidden`` [tokens, hidden_size] is where graphs of the layers leave hidden states."""
-        self._drafter, self._state, self._verification = drafter, state, verification
-        self._inputs, self._backend = verification.inputs, verification.backend
-        self._block_size, self._page_size = layout.block_size, layout.kernel_block_size
-        self._max_model_len, self._most = config.max_model_len, config.max_drafts
+        self._drafter = drafter
+        self._state = state
+        self._verification = verification
+        self._inputs = verification.inputs
+        self._backend = verification.backend
+        self._block_size = layout.block_size
+        self._page_size = layout.kernel_block_size
+        self._max_model_len = config.max_model_len
+        self._most = config.max_drafts
         self._sizes = GraphSizes(()) if drafter is None else verification.sizes
         self._graphs = CudaGraphs(GraphSizes(()))
         self._hidden = hidden
-        rows = max((each.rows for each in self._sizes.descriptors), default=0)
+        rows = max((descriptor.rows for descriptor in self._sizes.descriptors), default=0)
         self._drafts = torch.zeros(rows, self._most, dtype=torch.int32, device=hidden.device)  # output of graphs
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
@@ -72,7 +77,8 @@ class DeviceDrafts:
         """Follow the tokens of a step. Return the output with ``count`` drafts of each sequence that samples."""
         if self._drafter is None:
             return output
-        indices, sampled = batch.indices, output.tokens
+        indices = batch.indices
+        sampled = output.tokens
         size = self._verification.size_for(batch)
         if size is not None and count == self._most and self._graphs.have(size):
             self._graphs.replay(size)
@@ -103,7 +109,8 @@ class DeviceDrafts:
         """Run the calls that the graph of this size captures."""
         assert self._drafter is not None
         self._backend.plan(padding, graph=size.longest)
-        sampled, any_values = self._verification.sampled[: size.tokens], np.ones(size.rows, dtype=np.int64)
+        sampled = self._verification.sampled[: size.tokens]
+        any_values = np.ones(size.rows, dtype=np.int64)
         tokens = PredictedTokens(sampled, self._hidden[: size.tokens], self._inputs.positions[: size.tokens])
         rows = self._decoded_rows(size, sampled, any_values, any_values)
         self._drafts[: size.rows].copy_(self._drafter.draft(tokens, rows, self._most, graph=True))
@@ -121,13 +128,13 @@ class DeviceDrafts:
         """
         inputs = self._inputs
         last = inputs.query_starts[: size.rows] + self._verification.num_accepted(size, sampled)
-        known = inputs.query_lengths(size.rows) > 0  # no padding
+        row_mask = inputs.query_lengths(size.rows) > 0  # no padding
         return DraftRows(
             last=last.clamp_max(size.tokens - 1),
-            starts=torch.nn.functional.pad(known.cumsum(0), (1, 0)).int(),
+            starts=torch.nn.functional.pad(row_mask.cumsum(0), (1, 0)).int(),
             page_table=inputs.page_table[0, : size.rows],
             limits=limits,
-            device_limits=self._device_limits(inputs.num_blocks[: size.rows]).masked_fill(~known, 1),
+            device_limits=self._device_limits(inputs.num_blocks[: size.rows]).masked_fill(~row_mask, 1),
             seq_lens=seq_lens.astype(np.int64),
         )
 
@@ -135,8 +142,10 @@ class DeviceDrafts:
 
     def _sampled_rows(self, batch: InputBatch, sampled: Tensor, count: int) -> DraftRows:
         indices = batch.indices
-        rows, host_rows = self._rows(indices), np.unique(indices.sampling)
-        limits, seq_lens = self._limits(batch)[host_rows], batch.seq_lens[host_rows].astype(np.int64)
+        rows = self._rows(indices)
+        host_rows = np.unique(indices.sampling)
+        limits = self._limits(batch)[host_rows]
+        seq_lens = batch.seq_lens[host_rows].astype(np.int64)
         num_pages = -(-int(np.minimum(seq_lens + count, limits).max()) // self._page_size)
         return DraftRows(
             last=rows.first + self._verification.num_accepted(indices.descriptor, sampled)[rows.sequences],
@@ -162,7 +171,8 @@ class DeviceDrafts:
 
     def _tokens(self, batch: InputBatch, hidden: Tensor) -> PredictedTokens:
         """Return the step's tokens with their next ones, which the state has: from the prompt, or sampled."""
-        indices, positions = batch.indices, self._inputs.positions[: batch.indices.num_tokens]
+        indices = batch.indices
+        positions = self._inputs.positions[: batch.indices.num_tokens]
         slots = batch.sent.array(batch.at.slots, indices.num_seqs)
         if indices.num_tokens > indices.num_seqs:
             lengths = self._inputs.query_lengths(indices.num_seqs)

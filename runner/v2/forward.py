@@ -29,13 +29,18 @@ class ForwardPass:
         inputs: InputBuffers,
         stages: PipelineStages,
     ) -> None:
-        self._model, self._backend, self._inputs, self._stages = model, backend, inputs, stages
+        self._model = model
+        self._backend = backend
+        self._inputs = inputs
+        self._stages = stages
         self._position = config.position
         self.sizes = GraphSizes.of_node(config)
         self._graphs = CudaGraphs(GraphSizes(()))
         self._decode_sizes = GraphSizes(())  # sizes of graphs for decodes
-        dtype, device = model.placement.dtype, model.device
-        hidden_size, vocab_size = config.model.hidden_size, config.model.vocab_size
+        dtype = model.placement.dtype
+        device = model.device
+        hidden_size = config.model.hidden_size
+        vocab_size = config.model.vocab_size
         most = self.sizes.most_tokens if config.cuda_graphs else 0
         rows = self.sizes.most_decode_tokens if config.cuda_graphs and self._position.is_last else 0
         # A graph starts with ``_start`` if there is a stage before. It leaves logits for decode steps on the last
@@ -49,17 +54,18 @@ class ForwardPass:
         """Capture the graphs of all sizes, or of the ``most`` largest."""
         graphs = CudaGraphs(GraphSizes(self.sizes.descriptors[:most]))
         graphs.capture(self.hidden.device, self._inputs.padding, self._captured, on_progress)
-        self._graphs, self._decode_sizes = graphs, graphs.sizes.of_decodes
+        self._graphs = graphs
+        self._decode_sizes = graphs.sizes.of_decodes
 
     def graph_for(self, indices: BatchIndices) -> BatchDescriptor | None:
         """Return the size of the graph for this batch, None if none fits.
 
         Decodes of a model that drafts get a graph for decodes, even if a smaller one fits: drafts have one as large.
         """
-        found = None
+        descriptor = None
         if self._keeps_hidden and indices.only_decodes:
-            found = self._decode_sizes.find(indices.descriptor)
-        return found or self._graphs.sizes.find(indices.descriptor)
+            descriptor = self._decode_sizes.find(indices.descriptor)
+        return descriptor or self._graphs.sizes.find(indices.descriptor)
 
     def run(self, batch: InputBatch, all_hidden_states: bool) -> Pausing[tuple[Tensor, Tensor | None]]:
         """Return hidden states, and logits [sampling rows, vocab_size] on the last stage if any row samples.
@@ -67,7 +73,8 @@ class ForwardPass:
         The inputs have been built, padded to ``batch.graph`` if there is one. Hidden states are of all tokens if
         ``all_hidden_states``, which excludes a graph unless the model drafts.
         """
-        indices, descriptor = batch.indices, batch.graph
+        indices = batch.indices
+        descriptor = batch.graph
         selects = self._position.is_last and not indices.every_token_samples
         keep = batch.logits_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:

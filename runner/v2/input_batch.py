@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
-from pdserve.state import NO_SLOT
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import NO_SLOT
 from runner.batch import AttentionBatch, RowSnapshot
 from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel, take_samples_kernel

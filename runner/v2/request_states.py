@@ -42,8 +42,11 @@ class RequestStates(SequenceRows):
     def add(self, new: NewSequence) -> int:
         slot = super().add(new)
         self._recent.clear()
-        state, write = self._state, self._writes.write
-        self.num_computed[slot], self.num_tokens[slot], self._num_blocks[slot] = new.num_computed, new.num_tokens, 0
+        state = self._state
+        write = self._writes.write
+        self.num_computed[slot] = new.num_computed
+        self.num_tokens[slot] = new.num_tokens
+        self._num_blocks[slot] = 0
         self._state_slots[slot] = new.state_slot
         write(state.token_offset(slot, 0), np.frombuffer(new.token_ids, dtype=np.int32))
         write(state.num_computed_offset(slot), self.num_computed[slot : slot + 1].copy())
@@ -112,7 +115,8 @@ class RequestStates(SequenceRows):
 
     def _write_drafts(self, every: Sequence[Drafts]) -> None:
         """Append the tokens that the last decodes yielded, count them, and write drafts behind them."""
-        state, writes = self._state, self._writes
+        state = self._state
+        writes = self._writes
         slots = np.array([self._row_of[drafts.seq] for drafts in every])
         tokens = [(*drafts.yielded, *drafts.token_ids) for drafts in every]
         destinations = state.token_offset(slots, self.num_tokens[slots])
@@ -120,7 +124,8 @@ class RequestStates(SequenceRows):
             destinations.tolist(), map(len, tokens), np.fromiter(chain.from_iterable(tokens), dtype=np.int32)
         )
         num_yielded = np.array([len(drafts.yielded) for drafts in every], dtype=np.int32)
-        slots, num_yielded = slots[num_yielded > 0], num_yielded[num_yielded > 0]
+        slots = slots[num_yielded > 0]
+        num_yielded = num_yielded[num_yielded > 0]
         if len(slots):
             self.num_computed[slots] += num_yielded
             self.num_tokens[slots] += num_yielded

@@ -25,15 +25,17 @@ class DeviceReturnedTokens(ReturnedTokens[InputBatch]):
         self, receiver: TensorReceiver, requests: RequestStates, state: DeviceState, writes: StagedWrites
     ) -> None:
         super().__init__(receiver)
-        self.requests, self.state, self._writes = requests, state, writes
+        self.requests = requests
+        self.state = state
+        self._writes = writes
 
     def part(self, plan: StepPlan) -> StepPart[InputBatch] | None:
         if not plan.scheduled:
             return None
         messages = self.due(plan.scheduled)
         offsets = [self.state.token_offsets(m.rows, m.positions, m.wanted) for m in messages]
-        for each in offsets:
-            self._writes.stage(each)
+        for token_offsets in offsets:
+            self._writes.stage(token_offsets)
         return _Part(self, offsets)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
+from pdserve.kv.layout import KVLayout
 from pdserve.pausing import Pausing
 from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepPlan
@@ -41,17 +41,19 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         assert not len(self._sequences), "warming up left a sequence behind"
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[InputBatch]]:
-        model, device, max_num_seqs = config.model, self._device, config.options.max_num_seqs
+        device = self._device
+        max_num_seqs = config.options.max_num_seqs
         max_blocks = config.max_model_len // layout.block_size + 1
         entries = max_blocks * layout.groups.num_groups
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, entries, device)
-        words = 2 * config.max_model_len + config.max_batch_tokens + 10 * max_num_seqs  # two of the longest prompts
+        # Room for two of the longest prompts.
+        words = 2 * config.max_model_len + config.max_batch_tokens + 10 * max_num_seqs
         writes = StagedWrites(words, self.max_in_flight, device)
         self._sequences = RequestStates(self._state, writes, config.parallel.pp, self._is_last_stage)
         max_pages = max_blocks * layout.pages_per_block
         self._inputs = InputBuffers(config, layout, max_pages, device, makes_drafts=self._drafter is not None)
-        self._metadata = MetadataBuilder(model.vocab_size, model.eos_token_ids, device)
-        self._sampler = DeviceSampler(model.vocab_size, self._state)
+        self._metadata = MetadataBuilder(config.model.vocab_size, config.model.eos_token_ids, device)
+        self._sampler = DeviceSampler(config.model.vocab_size, self._state)
         self._output_copy = AsyncOutputCopy(device, max_num_seqs * (1 + config.max_drafts), self.max_in_flight)
         self._forward = ForwardPass(config, self._model, self._attention, self._inputs, self._stages)
         self._verification = DeviceVerification(config, self._inputs, self._attention)

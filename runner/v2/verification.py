@@ -26,7 +26,9 @@ class DeviceVerification:
     """Steps that only decode have CUDA graphs for what follows their samples, which are then at a fixed address."""
 
     def __init__(self, config: NodeConfig, inputs: InputBuffers, backend: AttentionBackend) -> None:
-        self.inputs, self.backend, self._states = inputs, backend, backend.recurrent
+        self.inputs = inputs
+        self.backend = backend
+        self._states = backend.recurrent
         self._most = config.max_drafts
         follows = self._states is not None or config.model.num_draft_layers > 0
         has_graphs = config.cuda_graphs and config.max_drafts > 0 and follows
@@ -40,7 +42,11 @@ class DeviceVerification:
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
         """Capture graphs that advance recurrent states: of all sizes with drafts, or of the ``most`` largest."""
-        sizes = [each for each in self.sizes.descriptors if self._states is not None and each.row_tokens > 1]
+        sizes = [
+            descriptor
+            for descriptor in self.sizes.descriptors
+            if self._states is not None and descriptor.row_tokens > 1
+        ]
         graphs = CudaGraphs(GraphSizes(tuple(sizes[:most])))
         graphs.capture(self.sampled.device, self.inputs.padding, self._captured, on_progress)
         self._graphs = graphs
@@ -70,7 +76,8 @@ class DeviceVerification:
         Only device memory at fixed addresses is read, beside ``sampled``, so a graph can capture it.
         """
         inputs = self.inputs
-        starts, lengths = inputs.query_starts[: size.rows].long(), inputs.query_lengths(size.rows)
+        starts = inputs.query_starts[: size.rows].long()
+        lengths = inputs.query_lengths(size.rows)
         number = torch.arange(min(size.row_tokens - 1, self._most), device=starts.device)
         samples = (starts[:, None] + number).clamp_max(len(sampled) - 1)
         drafts = (starts[:, None] + number + 1).clamp_max(size.tokens - 1)

@@ -212,7 +212,7 @@ def test_a_cache_without_records_is_an_error(config: NodeConfig, logged: Callabl
     code = (
         "from pdserve.config.attention_backends import FlashInferKernel\n"
         "from pdserve.config.background_compile import compile_missing\n"
-        "from pdserve.process import run_command\n"
+        "from pdserve.host.process import run_command\n"
         "kernel = FlashInferKernel('bfloat16', 128, 128, windowed=False)\n"
         "run = lambda: compile_missing((kernel,), (9, 0), lambda kernel: None)\n"
         "raise SystemExit(run_command(run))\n"

@@ -16,7 +16,7 @@ from pooling_checkpoints import make_embedder
 
 from cli.main import main
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.process import run_command
+from pdserve.host.process import run_command
 
 
 def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -55,18 +55,18 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_explain_json_of_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--json", "--device", "cpu", "--kv-cache-memory", "96MiB", "--block-size", "32"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["architecture"] == "Qwen3ForCausalLM"
-    assert found["runner"] in ("V1", "V2")
-    assert found["reasons"]
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["architecture"] == "Qwen3ForCausalLM"
+    assert fields["runner"] in ("V1", "V2")
+    assert fields["reasons"]
     # 6 layers × (K, V) × 2 heads × 64 × 2 bytes
-    assert found["bytes_per_token"] == 6 * 2 * 2 * 64 * 2
-    assert found["num_blocks"] == 96 * 2**20 // (32 * found["bytes_per_token"])
-    page = found["kv_layout"]["kernel_block_size"]
+    assert fields["bytes_per_token"] == 6 * 2 * 2 * 64 * 2
+    assert fields["num_blocks"] == 96 * 2**20 // (32 * fields["bytes_per_token"])
+    page = fields["kv_layout"]["kernel_block_size"]
     assert 32 % page == 0
-    assert found["kv_layout"] == {
+    assert fields["kv_layout"] == {
         "kind": "full_attention",
-        "shape": [found["num_blocks"] * (32 // page), 2, 6, 2, page, 64],
+        "shape": [fields["num_blocks"] * (32 // page), 2, 6, 2, page, 64],
         "strides": [2 * 6 * 2 * page * 64, 6 * 2 * page * 64, 2 * page * 64, page * 64, 64, 1],
         "dtype": "bfloat16",
         "block_size": 32,

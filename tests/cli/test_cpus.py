@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cpus import usable_cpus
+from pdserve.host.cpus import usable_cpus
 
 CORES = len(os.sched_getaffinity(0))
 
@@ -29,7 +29,8 @@ CORES = len(os.sched_getaffinity(0))
     ],
 )
 def test_limit_of_the_control_groups(tmp_path: Path, groups: str, files: dict[str, str], expected: int) -> None:
-    root, own = tmp_path / "cgroup", tmp_path / "own"
+    root = tmp_path / "cgroup"
+    own = tmp_path / "own"
     root.mkdir()
     own.write_text(groups)
     for name, text in files.items():

@@ -13,7 +13,8 @@ from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
 
 CPU = DeviceInfo("cpu", 0, "CPU", 8 << 30)
-HOST, SIZE = 64 << 20, 1 << 30
+HOST = 64 << 20
+SIZE = 1 << 30
 
 
 def config_with(**options: object) -> NodeConfig:

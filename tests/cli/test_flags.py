@@ -108,11 +108,11 @@ def test_unknown_flags_are_explained_by_meaning(flag: str, error: str) -> None:
 
 
 def test_meanings_are_flags_that_exist_and_hide_none() -> None:
-    known = set(make_parser()._option_string_actions)
+    flags = set(make_parser()._option_string_actions)
     meant = {meaning.split()[0] for meaning in MEANINGS.values() if meaning.startswith("--")}
-    assert meant | OF_ROUTERS <= known
-    assert not known & {*MEANINGS, *REASONS, *DEFAULTS, *DEFAULTS_WITH_VALUE, *RENAMED, *OF_MODEL}
-    assert {*RENAMED.values(), *VALUES, *SCALED} <= known
+    assert meant | OF_ROUTERS <= flags
+    assert not flags & {*MEANINGS, *REASONS, *DEFAULTS, *DEFAULTS_WITH_VALUE, *RENAMED, *OF_MODEL}
+    assert {*RENAMED.values(), *VALUES, *SCALED} <= flags
 
 
 def test_help_shows_the_defaults() -> None:

@@ -28,12 +28,13 @@ from pdserve.config.flashinfer_hosts import (
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution import kernels as choices
-from pdserve.kv import FP8_E4M3
+from pdserve.kv.layout import FP8_E4M3
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig, load_model_config
 
-HOPPER, ADA = (9, 0), (8, 9)
+HOPPER = (9, 0)
+ADA = (8, 9)
 H200 = DeviceInfo(kind="cuda", index=0, name="NVIDIA H200", memory=141 << 30, capability=HOPPER)
 WITH_ALL = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 KERNEL = FlashInferKernel("bfloat16", 128, 128, windowed=False)
@@ -265,11 +266,11 @@ def test_a_named_backend_is_used_at_the_first_start(here: Environ, backend: str)
 def test_doctor_says_what_a_first_start_lacks(here: Environ, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in here.items():
         monkeypatch.setenv(name, value)
-    found = check_attention(resolved(here))
-    assert (found.level, found.remedy.startswith("a node compiles it")) == (Level.NOTE, True)
+    finding = check_attention(resolved(here))
+    assert (finding.level, finding.remedy.startswith("a node compiles it")) == (Level.NOTE, True)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    found = check_attention(resolved(dict(os.environ)))
-    assert found.text.endswith("cannot be: no nvcc")
+    finding = check_attention(resolved(dict(os.environ)))
+    assert finding.text.endswith("cannot be: no nvcc")
     assert check_attention(CHOSEN).text == "flashinfer"
 
 

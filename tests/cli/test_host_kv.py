@@ -12,7 +12,7 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution.host_kv import host_room
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
-from pdserve.memory import free_memory, usable_memory
+from pdserve.host.memory_limits import free_memory, usable_memory
 
 CPU = DeviceInfo("cpu", 0, "CPU", 8 << 30)
 
@@ -22,7 +22,8 @@ def config_with(size: int, **options: object) -> NodeConfig:
 
 
 def test_ranks_divide_the_memory() -> None:
-    whole, halves = config_with(64 << 20), config_with(64 << 20, tp=2)
+    whole = config_with(64 << 20)
+    halves = config_with(64 << 20, tp=2)
     assert host_room(whole, whole.kv_layout, None) == host_room(halves, halves.kv_layout, None)
     assert host_room(whole, whole.kv_layout, None).num_blocks == (64 << 20) // whole.kv_layout.block_bytes
 
@@ -36,7 +37,9 @@ def test_memory_that_is_not_there_or_holds_nothing_is_refused(size: int, text: s
 @pytest.mark.parametrize("version", [1, 2])
 def test_limit_of_a_container_counts(version: int, tmp_path: Path) -> None:
     """The container's group allows 3 GiB; 1 GiB is used, half of it as page cache. The group above allows 2 GiB."""
-    root, meminfo, own = tmp_path / "cgroup", tmp_path / "meminfo", tmp_path / "own"
+    root = tmp_path / "cgroup"
+    meminfo = tmp_path / "meminfo"
+    own = tmp_path / "own"
     meminfo.write_text("MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 7340032 kB\n")
     own.write_text("0::/pod/container\n" if version == 2 else "5:memory:/pod/container\n")
     group = root / "pod/container" if version == 2 else root / "memory/pod/container"

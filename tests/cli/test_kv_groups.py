@@ -14,7 +14,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
 from pdserve.model.model_config import load_model_config
 from pdserve.rpc.protobuf import layout_from_pb, layout_to_pb
 
@@ -106,9 +106,10 @@ def test_memory_of_windows_does_not_grow_with_the_longest_sequence(tmp_path: Pat
 
 def test_explain_shows_how_much_memory_windows_take(tmp_path: Path) -> None:
     config = resolved(tmp_path, MINISTRAL)
-    found, text = describe(config), as_text(config)
-    assert found["kv_groups"] == {"windows": [None, 100], "layers": [1, 0] * 4}
-    held = found["longest_sequence_bytes"]
+    fields = describe(config)
+    text = as_text(config)
+    assert fields["kv_groups"] == {"windows": [None, 100], "layers": [1, 0] * 4}
+    held = fields["longest_sequence_bytes"]
     assert held["without_windows"] == 8192 * 8 * LAYER_BYTES
     assert held["with_windows"] == (8192 + 9 * 16) * 4 * LAYER_BYTES
     assert "2: 4 layers of full, 4 layers of 100 tokens" in text

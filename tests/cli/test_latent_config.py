@@ -67,11 +67,12 @@ def test_published_models_have_their_sizes(
 
 def test_explain_says_what_a_row_is(tmp_path: Path) -> None:
     config = resolved(tmp_path, V2_LITE)
-    found, text = describe(config), as_text(config)
-    assert found["bytes_per_token"] == 31_104
-    assert found["kv_layout"]["kind"] == "latent"
+    fields = describe(config)
+    text = as_text(config)
+    assert fields["bytes_per_token"] == 31_104
+    assert fields["kv_layout"]["kind"] == "latent"
     page = config.kv_layout.kernel_block_size
-    assert found["kv_layout"]["shape"][1:] == [1, 27, 1, page, 576]
+    assert fields["kv_layout"]["shape"][1:] == [1, 27, 1, page, 576]
     assert "31104 bytes per token" in text
     assert f"[pages, 1, layers, 1, {page} tokens of a page, latent of 512 and rotated key of 64]" in text
     assert config.attention_backend == "flashinfer"
@@ -98,10 +99,11 @@ def test_every_tensor_shard_holds_all_rows_of_its_layers(tmp_path: Path) -> None
 
 def test_nodes_with_other_rows_exchange_no_kv(tmp_path: Path) -> None:
     """The library's layers expand keys and values; a row with another order of rotated parts is another config."""
-    native, library = resolved(tmp_path, V2_LITE), resolved(tmp_path, V2_LITE, model_impl="transformers")
-    found = differences(native.compat_fields, library.compat_fields)
-    assert "kv_cache: latent here, full_attention there" in found
-    assert "model_impl: native here, transformers there" in found
+    native = resolved(tmp_path, V2_LITE)
+    library = resolved(tmp_path, V2_LITE, model_impl="transformers")
+    problems = differences(native.compat_fields, library.compat_fields)
+    assert "kv_cache: latent here, full_attention there" in problems
+    assert "model_impl: native here, transformers there" in problems
     other = resolved(tmp_path, V2_LITE | {"kv_lora_rank": 256})
     assert "head_dim: 576 here, 320 there" in differences(native.compat_fields, other.compat_fields)
     halves = resolved(tmp_path, V2_LITE | {"rope_interleave": False})

@@ -69,7 +69,8 @@ def test_nodes_that_share_a_gpu_load_one_after_the_other(monkeypatch: pytest.Mon
     assert "0.45" in starts.flags["decode-0"]
     assert not fleet.advance()
     for child in starts.children:
-        child.state, child.kv_tokens = "ready", 123_456
+        child.state = "ready"
+        child.kv_tokens = 123_456
     assert fleet.advance()
     table = node_table(fleet.nodes).splitlines()
     assert table[0].split("  ")[1:] == [
@@ -167,7 +168,8 @@ def test_delays_between_restarts_double_and_end() -> None:
 
 
 def test_start_screen_names_the_sampling_defaults_of_the_model(tmp_path: Path) -> None:
-    file, auto = tmp_path / "generation_config.json", RouterOptions(models=())
+    file = tmp_path / "generation_config.json"
+    auto = RouterOptions(models=())
     file.write_text('{"eos_token_id": 2, "temperature": 1.0}')
     assert sampling_line(tmp_path, auto) == ""
     file.write_text('{"temperature": 0.6, "top_k": 20}')

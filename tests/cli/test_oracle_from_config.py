@@ -21,7 +21,7 @@ from pdserve.config.runner_oracle import VARIABLE
 from pdserve.errors import CheckpointError, ConfigError
 
 GPU = DeviceInfo(kind="cuda", index=0, name="a GPU", memory=80 << 30)
-HOPPER, ADA = (msgspec.structs.replace(GPU, capability=each) for each in ((9, 0), (8, 9)))
+HOPPER, ADA = (msgspec.structs.replace(GPU, capability=capability) for capability in ((9, 0), (8, 9)))
 PLATFORM = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 
 ON_V2 = ["llama", "mistral", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "minimax_m2"]
@@ -98,7 +98,7 @@ def test_other_architectures_run_on_v1_for_named_reasons(model_type: str, tmp_pa
     assert (config.model.impl, config.decision.runner, config.attention_backend) == ("transformers", "V1", "torch")
     assert config.choices[0] == "model_impl=transformers: its architecture has no native layers"
     for reason in REASONS[model_type]:
-        assert any(found.startswith(reason) for found in config.decision.reasons)
+        assert any(given.startswith(reason) for given in config.decision.reasons)
 
 
 @pytest.mark.parametrize("method", ["fp8", "mxfp4"])
@@ -133,7 +133,9 @@ def test_weights_in_fp8_are_dequantized_on_v1_and_kept_on_v2(tmp_path: Path) -> 
     config, kept = (resolved(tmp_path / value, "llama", value, **quantized) for value in ("0", "1"))
     assert kept.compat_fields == config.compat_fields
     tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size  # bytes
-    dequantized, kept_bytes = (weight_bytes(each.model, each.position, "float32") - tables for each in (config, kept))
+    dequantized, kept_bytes = (
+        weight_bytes(of_node.model, of_node.position, "float32") - tables for of_node in (config, kept)
+    )
     assert kept_bytes == int(dequantized / 4 * 1.001)
 
 
@@ -143,7 +145,7 @@ def test_weights_are_quantized_at_load_on_v2_only(tmp_path: Path) -> None:
     assert config.model.keeps_quantized
     assert config.compat_fields != plain.compat_fields, "their KV differs"
     tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size  # bytes
-    stored, kept = (weight_bytes(each.model, each.position, "float32") - tables for each in (plain, config))
+    stored, kept = (weight_bytes(of_node.model, of_node.position, "float32") - tables for of_node in (plain, config))
     assert kept == int(stored / 4 * 1.001)
     with pytest.raises(ConfigError, match="quantization fp8 needs runner V2"):
         resolved(tmp_path / "0", "llama", "0", quantization="fp8")
@@ -161,7 +163,7 @@ def test_experts_in_mxfp4_are_dequantized_on_v1_and_kept_on_v2(tmp_path: Path) -
     moe = config.model.moe
     assert moe is not None
     experts = 3 * config.model.num_layers * moe.num_experts * config.model.hidden_size * moe.intermediate_size
-    dequantized, kept_bytes = (weight_bytes(each.model, each.position, "bfloat16") for each in (config, kept))
+    dequantized, kept_bytes = (weight_bytes(of_node.model, of_node.position, "bfloat16") for of_node in (config, kept))
     assert dequantized - kept_bytes == experts * 2 - experts * 17 // 32
     assert f"weights    {kept_bytes / 2**30:.2f} GiB in memory" in as_text(kept).splitlines()
 

@@ -61,7 +61,7 @@ def test_module_is_the_command(tmp_path: Path) -> None:
 
 def test_all_packages_are_checked_and_typed() -> None:
     """models has no modules: its files are read beside those of pdserve."""
-    found = {name.removesuffix("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
-    assert {*PACKAGES, "pdserve", "models"} == found
+    packages = {name.removesuffix("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert {*PACKAGES, "pdserve", "models"} == packages
     assert PROJECT["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
     assert [name for name in {*PACKAGES, "pdserve"} if not (ROOT / name / "py.typed").exists()] == []

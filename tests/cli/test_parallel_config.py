@@ -71,7 +71,9 @@ def test_head_counts_that_do_not_fit_tp_are_refused() -> None:
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[ModelConfig, ParallelConfig]:
-    layers, kv_heads, tp = draw(st.integers(1, 12)), 2 ** draw(st.integers(0, 3)), 2 ** draw(st.integers(0, 3))
+    layers = draw(st.integers(1, 12))
+    kv_heads = 2 ** draw(st.integers(0, 3))
+    tp = 2 ** draw(st.integers(0, 3))
     of = model(layers, 8, kv_heads, vocab=draw(st.integers(8, 300)))
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1)))) if layers > 1 else []
     listed = tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, layers], strict=True))

@@ -36,23 +36,23 @@ def test_causal_model_generates(tmp_path: Path) -> None:
 
 
 def test_sentence_transformer_embeds(tmp_path: Path) -> None:
-    found = read_pooling(write(tmp_path, {}, [TRANSFORMER, POOLING], {"pooling_mode_lasttoken": True}), "auto")
-    assert found is not None
-    assert (found.task, found.method, found.size, found.normalize) == (EMBED, LAST, 64, False)
+    pooling = read_pooling(write(tmp_path, {}, [TRANSFORMER, POOLING], {"pooling_mode_lasttoken": True}), "auto")
+    assert pooling is not None
+    assert (pooling.task, pooling.method, pooling.size, pooling.normalize) == (EMBED, LAST, 64, False)
 
 
 @pytest.mark.parametrize("modules", [[], [TRANSFORMER]])
 def test_sequence_classifier_classifies_with_and_without_modules(tmp_path: Path, modules: list[str]) -> None:
-    found = read_pooling(write(tmp_path, SEQUENCE_CLASSIFIER, modules), "auto")
-    assert found is not None
-    assert (found.task, found.method, found.size) == (CLASSIFY, SCORE, 1)
+    pooling = read_pooling(write(tmp_path, SEQUENCE_CLASSIFIER, modules), "auto")
+    assert pooling is not None
+    assert (pooling.task, pooling.method, pooling.size) == (CLASSIFY, SCORE, 1)
 
 
 def test_logit_score_says_which_tokens_are_compared(tmp_path: Path) -> None:
     tokens = {"true_token_id": 7, "false_token_id": 3}
-    found = read_pooling(write(tmp_path, {}, [TRANSFORMER, LOGIT_SCORE], tokens), "auto")
-    assert found is not None
-    assert (found.task, found.method, found.token_ids) == (CLASSIFY, YES_OR_NO, (3, 7))
+    pooling = read_pooling(write(tmp_path, {}, [TRANSFORMER, LOGIT_SCORE], tokens), "auto")
+    assert pooling is not None
+    assert (pooling.task, pooling.method, pooling.token_ids) == (CLASSIFY, YES_OR_NO, (3, 7))
 
 
 @pytest.mark.parametrize("token_id", [None, 100, -1, True, "no"])

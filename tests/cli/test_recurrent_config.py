@@ -86,7 +86,8 @@ def test_a_model_whose_layers_all_attend_has_no_state(tmp_path: Path) -> None:
 
 def test_slots_and_blocks_divide_the_memory(tmp_path: Path) -> None:
     config = resolved(tmp_path, kv_cache_memory=20 << 30)
-    layout, states = config.kv_layout, config.state_layout
+    layout = config.kv_layout
+    states = config.state_layout
     assert states is not None
     assert (layout.num_layers, states.num_layers) == (3, 9)
     assert (20 << 30) - layout.block_bytes < layout.total_bytes + states.total_bytes <= 20 << 30

@@ -256,18 +256,18 @@ def test_dummy_weights_need_no_weights(resolved: Resolve, tmp_path: Path) -> Non
 
 def test_explain_shows_the_decision(resolved: Resolve) -> None:
     config = resolved()
-    found = describe(config)
-    assert found["runner"] == "V2"
-    assert found["reasons"] == list(config.decision.reasons)
-    assert (found["attention_backend"], found["cuda_graphs"], found["load_format"]) == ("flashinfer", True, "dummy")
+    fields = describe(config)
+    assert fields["runner"] == "V2"
+    assert fields["reasons"] == list(config.decision.reasons)
+    assert (fields["attention_backend"], fields["cuda_graphs"], fields["load_format"]) == ("flashinfer", True, "dummy")
     assert f"V2: {'; '.join(config.decision.reasons)}" in as_text(config)
 
 
 def test_platform_describes_this_process() -> None:
-    found = find_platform("cpu", {})
-    assert found.device == "cpu"
-    assert found.has_triton  # a dependency of the tests
-    assert not found.interpreted
+    platform = find_platform("cpu", {})
+    assert platform.device == "cpu"
+    assert platform.has_triton  # a dependency of the tests
+    assert not platform.interpreted
     assert find_platform("cpu", INTERPRETED).interpreted
     assert not find_platform("cpu", {"TRITON_INTERPRET": "0"}).interpreted
 
@@ -309,7 +309,9 @@ def test_peers_and_files_on_disk_tell_heads_apart(resolved: Resolve, head: str) 
         (Path(head) / "config.json").write_text(json.dumps(HEAD | fields))
         return with_weight_digests(resolved(speculate=f"eagle3:{head}"))
 
-    one, equal, other = with_head(), with_head(), with_head(norm_output=True)
+    one = with_head()
+    equal = with_head()
+    other = with_head(norm_output=True)
     without = with_weight_digests(resolved(speculate="lookup"))
     assert one.drafts_by == equal.drafts_by != other.drafts_by
     assert one.kv_version == equal.kv_version != other.kv_version
@@ -318,8 +320,10 @@ def test_peers_and_files_on_disk_tell_heads_apart(resolved: Resolve, head: str) 
 
 
 def test_a_head_counts_in_weights_and_kv(resolved: Resolve, head: str) -> None:
-    with_head, without = resolved(speculate=f"eagle3:{head}"), resolved()
-    attention, mlp = 128 * 128 * (3 * 4 + 4 * 2), 3 * 128 * 192
+    with_head = resolved(speculate=f"eagle3:{head}")
+    without = resolved()
+    attention = 128 * 128 * (3 * 4 + 4 * 2)
+    mlp = 3 * 128 * 192
     weights = 3 * 256 * 128 + attention + mlp + (1000 + 600) * 128
     sizes = [num_parameters(config.model, config.position) for config in (with_head, without)]
     assert sizes[0] - sizes[1] == weights

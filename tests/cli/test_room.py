@@ -8,11 +8,11 @@ import torch
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import detect_devices, free_memory
+from pdserve.config.memory_fit import check_memory, check_room, dtype_in_memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import weight_bytes
 from pdserve.config.resolve import resolve
-from pdserve.config.room import check_memory, check_room, dtype_in_memory
 from pdserve.errors import CapacityError
 from runner.models.quantization.unquantized import held_dtype
 from runner.placement import TensorPlacement, compute_dtype
@@ -26,7 +26,8 @@ def config_of(dtype: str) -> NodeConfig:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtype_in_memory_is_that_of_loaded_weights(dtype: str) -> None:
-    served, cpu = getattr(torch, dtype), torch.device("cpu")
+    served = getattr(torch, dtype)
+    cpu = torch.device("cpu")
     held = held_dtype(TensorPlacement(cpu, served, compute_dtype(cpu, served)))
     assert dtype_in_memory(config_of(dtype)) == str(held).removeprefix("torch.")
 

@@ -17,7 +17,7 @@ from cli.up.supervisor import Changed, Child, Died, Event, Printed, Supervisor
 CHILD = """
 import argparse, os, signal, subprocess, sys, time
 from pdserve.errors import ConfigError
-from pdserve.process import StatusWriter, watch_lifeline
+from pdserve.host.process import StatusWriter, watch_lifeline
 parser = argparse.ArgumentParser()
 parser.add_argument("what")
 parser.add_argument("--status-fd", type=int)

@@ -67,11 +67,12 @@ def test_kernels_in_tritons_cache_do_not_hide_a_broken_compiler(tmp_path: Path) 
         command = [sys.executable, "-P", "-m", "runner.kernels.probe", "cuda:0"]
         return subprocess.run(command, env=os.environ | environ, timeout=patience(120)).returncode
 
-    cache, broken = tmp_path / "triton", tmp_path / "ptxas"
+    cache = tmp_path / "triton"
+    broken = tmp_path / "ptxas"
     broken.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {triton.knobs.nvidia.ptxas.path} --version\nexit 1\n')
     broken.chmod(0o755)
     assert probe(TRITON_CACHE_DIR=str(cache)) == 0
-    assert [each for each in cache.iterdir() if each.name.startswith("pdserve-probe-")] == []
+    assert [entry for entry in cache.iterdir() if entry.name.startswith("pdserve-probe-")] == []
     assert probe(TRITON_CACHE_DIR=str(cache), TRITON_PTXAS_PATH=str(broken)) == 1
 
 
@@ -89,9 +90,9 @@ def test_a_rank_without_triton_keeps_v2_away_from_the_whole_node() -> None:
     config = config_of({})
     assert without_triton(config, {}) == config
     assert config.decision.runner == "V2"
-    found = without_triton(config, PROBLEMS)
-    assert (found.decision.runner, found.attention_backend, found.cuda_graphs) == ("V1", "torch", False)
-    assert found.decision.reasons == (
+    changed = without_triton(config, PROBLEMS)
+    assert (changed.decision.runner, changed.attention_backend, changed.cuda_graphs) == ("V1", "torch", False)
+    assert changed.decision.reasons == (
         "Triton kernels: rank 1 on beta: a tiny Triton kernel does not run: no C compiler",
     )
 
@@ -103,6 +104,6 @@ def test_a_forced_v2_names_the_rank_and_host_that_cannot_run_it() -> None:
 
 def test_a_forced_v1_only_changes_its_attention_backend() -> None:
     config = config_of({VARIABLE: "0"})
-    found = without_triton(config, PROBLEMS)
-    assert (config.attention_backend, found.attention_backend) == ("flashinfer", "torch")
-    assert found.decision == config.decision
+    changed = without_triton(config, PROBLEMS)
+    assert (config.attention_backend, changed.attention_backend) == ("flashinfer", "torch")
+    assert changed.decision == config.decision

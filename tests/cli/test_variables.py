@@ -10,7 +10,7 @@ import pytest
 
 from cli.commands import COMMANDS, parser_of
 from cli.variables import WITHOUT_FLAG, unread_variables
-from node.command import role_parser
+from node.node_command import role_parser
 from pdserve.flags.sources import variables_of
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +52,6 @@ def test_variables_of_other_commands_and_of_kubernetes_are_none(node: argparse.A
 def test_all_variables_of_the_documentation_are_known() -> None:
     page = (ROOT / "docs" / "environment.md").read_text()
     listed = set(re.findall(r"`(PDSERVE_[A-Z0-9_]+)`", page))
-    known = WITHOUT_FLAG.union(*(variables_of(parser_of(name)) for name in COMMANDS))
-    assert listed <= known
+    names = WITHOUT_FLAG.union(*(variables_of(parser_of(name)) for name in COMMANDS))
+    assert listed <= names
     assert listed >= WITHOUT_FLAG

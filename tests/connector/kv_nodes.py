@@ -17,7 +17,7 @@ import numpy as np
 from machine import patience
 from numpy.typing import NDArray
 
-from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import KVLayout, KVRegion, KVShare
 from pdserve.protocols import KVConnector
 from pdserve.records import KVConnectorOutput, KVRead, Peer, ReadResult
 

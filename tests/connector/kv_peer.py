@@ -12,13 +12,15 @@ from kv_ranks import packed, random_cells
 
 from connector import build
 from connector.setup import ConnectorSetup
-from pdserve.kv import KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import KVLayout, KVRegion, KVShare
 from pdserve.records import Peer
 
 
 def main() -> None:
-    agent, layout = sys.argv[1], msgspec.json.decode(sys.argv[2], type=KVLayout)
-    shares, number = msgspec.json.decode(sys.argv[3], type=tuple[KVShare, ...]), int(sys.argv[4])
+    agent = sys.argv[1]
+    layout = msgspec.json.decode(sys.argv[2], type=KVLayout)
+    shares = msgspec.json.decode(sys.argv[3], type=tuple[KVShare, ...])
+    number = int(sys.argv[4])
     if shares:
         cache = packed(random_cells(layout, shares[number], layout.num_blocks), layout, shares[number])
     else:

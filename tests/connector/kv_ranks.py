@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.records import RankKV
 
 
@@ -93,7 +93,8 @@ def packed(
     heads = slice(share.first_head, share.first_head + share.num_heads)
     pages = []
     for block in range(layout.num_blocks):
-        group, held = groups[block] if groups else 0, cells[block, heads]
+        group = groups[block] if groups else 0
+        held = cells[block, heads]
         places = zip(share.layers, layout.groups.places(share.layers), strict=True)
         of_block = np.full((len(held), layout.num_layers, *held.shape[2:]), padding, dtype=cells.dtype)
         for layer, (its, index) in places:

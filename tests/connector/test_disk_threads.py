@@ -20,7 +20,7 @@ from connector.backends.disk import disk_threads
 from connector.backends.disk.file_transfer import NoTransfer, open_transfer
 from connector.backends.nixl.file_agent import NixlFiles
 from connector.setup import ConnectorSetup
-from pdserve.disk_kv import (
+from pdserve.kv.disk_transfers import (
     BlockName,
     DiskEvent,
     DiskListing,
@@ -31,11 +31,13 @@ from pdserve.disk_kv import (
     Outcome,
     parse_name,
 )
-from pdserve.host_copies import HostCopy, HostRoom
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.host_copies import HostCopy, HostRoom
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 
 NUM = 8  # blocks on the device, and twice as many in host memory
-DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
+DONE = Outcome.DONE
+MISSING = Outcome.MISSING
+FAILED = Outcome.FAILED
 
 
 def layout(rows: int) -> KVLayout:
@@ -68,10 +70,10 @@ class Rank:
         self.disk.order(OpenDisk("v1"))
 
     def _wait(self, poll: Callable[[], Any]) -> Any:
-        while not (found := poll()):
+        while not (result := poll()):
             assert self._progress.wait(patience(20.0))
             self._progress.clear()
-        return found
+        return result
 
     def fill(self, number: int, place: int) -> None:
         """Put the content of a block into a place of host memory."""
@@ -99,9 +101,9 @@ class Rank:
                     return event
 
     def _poll(self) -> tuple[DiskEvent, ...]:
-        found: tuple[DiskEvent, ...] = self._wait(self.disk.poll)
-        self.events += found
-        return found
+        events: tuple[DiskEvent, ...] = self._wait(self.disk.poll)
+        self.events += events
+        return events
 
     def listed(self) -> set[BlockName]:
         """Return the names of the first scan."""
@@ -121,11 +123,11 @@ class Rank:
 
 @contextmanager
 def rank(path: Path, kind: str = "pages", limit: int = 1 << 20) -> Iterator[Rank]:
-    found = Rank(path, LAYOUTS[kind], limit)
+    opened = Rank(path, LAYOUTS[kind], limit)
     try:
-        yield found
+        yield opened
     finally:
-        found.close()
+        opened.close()
 
 
 def files(path: Path) -> list[Path]:

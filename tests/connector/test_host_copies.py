@@ -16,9 +16,9 @@ import connector
 from connector.backends import host_memory
 from connector.backends.host_memory import runs
 from connector.setup import ConnectorSetup
-from pdserve import memory
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.host import memory_limits
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.protocols import HostMemory
 
 LAYOUT = KVLayout(50, 4, 4, 1, FullAttentionSpec(1, 2, "float32"))  # blocks of 64 bytes
@@ -30,12 +30,13 @@ NUM_HOST = 40
     st.integers(1, 5),
 )
 def test_runs_cover_each_item_once_and_cross_no_piece(pairs: list[tuple[int, int]], per_piece: int) -> None:
-    items, host_items = [item for item, _ in pairs], [item for _, item in pairs]
-    found = []
+    items = [item for item, _ in pairs]
+    host_items = [item for _, item in pairs]
+    copied = []
     for run in runs(items, host_items, per_piece):
         assert run.host_first // per_piece == (run.host_first + run.length - 1) // per_piece
-        found += [(run.first + at, run.host_first + at) for at in range(run.length)]
-    assert found == pairs
+        copied += [(run.first + at, run.host_first + at) for at in range(run.length)]
+    assert copied == pairs
 
 
 class Rank:
@@ -56,12 +57,12 @@ class Rank:
     def grow(self, blocks: int = NUM_HOST) -> int:
         """Allocate until host memory has ``blocks`` blocks. Return how many it has."""
         self.host.allocate()
-        found = 0
-        while found < blocks:
+        grown = 0
+        while grown < blocks:
             assert self._progress.wait(patience(10.0))
             self._progress.clear()
-            found = max([found, *(room.num_blocks for room in self.host.poll()[1])])
-        return found
+            grown = max([grown, *(room.num_blocks for room in self.host.poll()[1])])
+        return grown
 
     def copy(self, order: HostCopy) -> CopyResult:
         self.host.copy(order)
@@ -82,7 +83,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 def test_blocks_come_back_to_other_places(rank: Rank) -> None:
     rank.grow()
     chance = random.Random(2)
-    blocks, host_blocks = chance.sample(range(50), NUM_HOST), chance.sample(range(NUM_HOST), NUM_HOST)
+    blocks = chance.sample(range(50), NUM_HOST)
+    host_blocks = chance.sample(range(NUM_HOST), NUM_HOST)
     before = [rank.block(block) for block in blocks]
     stored = rank.copy(HostCopy(1, load=False, blocks=tuple(blocks), host_blocks=tuple(host_blocks)))
     assert (stored.copy_id, stored.error, stored.num_bytes) == (1, "", NUM_HOST * LAYOUT.block_bytes)
@@ -97,7 +99,7 @@ def test_blocks_come_back_to_other_places(rank: Rank) -> None:
 def test_memory_stops_growing_before_the_host_has_none(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pieces that were allocated before are used."""
     left = iter([1 << 30] * 3)
-    monkeypatch.setattr(memory, "free_memory", lambda: next(left, 0))
+    monkeypatch.setattr(memory_limits, "free_memory", lambda: next(left, 0))
     assert rank.grow(21) == 21
     rank.host.close()
     assert not rank.host.poll()[1]

@@ -50,7 +50,8 @@ class Directory(RuleBasedStateMachine):
     process = st.integers(0, 1)
 
     def create(self, directory: KVDirectory, name: str) -> NewFile | None:
-        path, size = directory.path(FOLDER, name), len(content(name))
+        path = directory.path(FOLDER, name)
+        size = len(content(name))
         if directory.has(path, size):
             return None
         try:
@@ -86,7 +87,8 @@ class Directory(RuleBasedStateMachine):
 
     @rule(name=names, at=process)
     def read(self, name: str, at: int) -> None:
-        directory, data = self.processes[at], content(name)
+        directory = self.processes[at]
+        data = content(name)
         fd = directory.open(directory.path(FOLDER, name), len(data))
         if fd is None:
             return
@@ -113,9 +115,9 @@ class Directory(RuleBasedStateMachine):
 
     @rule(at=process)
     def scan(self, at: int) -> None:
-        found: list[str] = []
-        self.processes[at].scan(lambda folder, name: found.append(name))
-        assert sorted(found) == sorted(path.name for path in self.root.glob("*/*/*") if "new" not in path.name)
+        names: list[str] = []
+        self.processes[at].scan(lambda folder, name: names.append(name))
+        assert sorted(names) == sorted(path.name for path in self.root.glob("*/*/*") if "new" not in path.name)
         assert not list(self.root.glob("*/*/*.new")), "the file of a dead process stays"
         self.count_is_right = True
 
@@ -189,7 +191,8 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_only_one_process_evicts(tmp_path: Path) -> None:
-    one, other = KVDirectory(tmp_path, 3_000), KVDirectory(tmp_path, 3_000)
+    one = KVDirectory(tmp_path, 3_000)
+    other = KVDirectory(tmp_path, 3_000)
     fill(one, NAMES[:3])
     with one._locked("evictor"):
         assert other.make_room(1000) == 0

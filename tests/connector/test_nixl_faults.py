@@ -24,7 +24,7 @@ from connector.backends.nixl import ucx
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.backends.nixl.ucx_sockets import PeerSockets
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout
+from pdserve.kv.layout import FullAttentionSpec, KVLayout
 from pdserve.protocols import KVConnector
 from pdserve.records import KVRead, Peer
 from pdserve.rpc.timeouts import PeerTiming
@@ -81,7 +81,8 @@ def connector(peer_timeout: float = 1.5) -> NixlConnector:
 
 @pytest.mark.usefixtures("tcp")
 def test_a_source_killed_during_a_read_fails_it(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(BIG), make_reader(connector(), BIG)
+    source = make_source(BIG)
+    reader = make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
     reader.wait_for_first_bytes()
@@ -91,7 +92,8 @@ def test_a_source_killed_during_a_read_fails_it(make_source: MakeSource, make_re
 
 
 def test_a_source_killed_before_a_read_fails_it(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    source = make_source(SMALL)
+    reader = make_reader(connector(), SMALL)
     assert reader.connect(source.peer) == ""
     source.kill()
     reader.connector.read(read := KVRead(99, source.epoch, (1, 2), (1, 2)))
@@ -103,7 +105,8 @@ def test_a_source_killed_before_a_read_fails_it(make_source: MakeSource, make_re
 
 @pytest.mark.usefixtures("tcp")
 def test_a_hung_source_fails_the_read(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(BIG), make_reader(connector(), BIG)
+    source = make_source(BIG)
+    reader = make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
     reader.wait_for_first_bytes()
@@ -119,7 +122,8 @@ def test_a_hung_source_fails_the_read(make_source: MakeSource, make_reader: Make
 @pytest.mark.usefixtures("tcp")
 def test_dropping_a_peer_leaves_connections_of_others_open(make_source: MakeSource, make_reader: MakeReader) -> None:
     """Even connections to a port whose two bytes occur in the peer's metadata; their bytes do not hide its hang."""
-    source, reader = make_source(BIG), make_reader(connector(), BIG)
+    source = make_source(BIG)
+    reader = make_reader(connector(), BIG)
     listener = _listener_in(source.peer.ranks[0].metadata)
     ours = [socket.create_connection(listener.getsockname())]
     assert reader.connect(source.peer) == ""
@@ -147,8 +151,8 @@ def test_dropping_a_peer_leaves_connections_of_others_open(make_source: MakeSour
             received += one.recv(1 << 16)
         with pytest.raises(TimeoutError):  # a connection that was shut is at its end
             one.recv(1)
-    for each in (listener, *ours, *theirs):
-        each.close()
+    for endpoint in (listener, *ours, *theirs):
+        endpoint.close()
 
 
 def test_loopback_of_another_host_is_not_ours(make_reader: MakeReader) -> None:
@@ -160,12 +164,13 @@ def test_loopback_of_another_host_is_not_ours(make_reader: MakeReader) -> None:
         elsewhere = here.replace(interface[1], bytes(12))
         sockets = [PeerSockets(own, peer) for peer in (elsewhere, here)]
         with socket.create_connection(service.getsockname()):
-            assert [each.shut() for each in sockets] == [0, 1]
+            assert [end.shut() for end in sockets] == [0, 1]
 
 
 @pytest.mark.usefixtures("tcp")
 def test_disconnecting_ends_reads_from_a_hung_source(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(BIG), make_reader(connector(peer_timeout=100), BIG)
+    source = make_source(BIG)
+    reader = make_reader(connector(peer_timeout=100), BIG)
     assert reader.connect(source.peer) == ""
     source.send(signal.SIGSTOP)
     read_id = reader.order(source.epoch, ALL, ALL)
@@ -177,7 +182,9 @@ def test_disconnecting_ends_reads_from_a_hung_source(make_source: MakeSource, ma
 
 @pytest.mark.usefixtures("tcp")
 def test_a_hung_source_does_not_delay_reads_from_others(make_source: MakeSource, make_reader: MakeReader) -> None:
-    hung, healthy, reader = make_source(SMALL), make_source(SMALL), make_reader(connector(peer_timeout=100), SMALL)
+    hung = make_source(SMALL)
+    healthy = make_source(SMALL)
+    reader = make_reader(connector(peer_timeout=100), SMALL)
     assert reader.connect(hung.peer) == ""
     assert reader.connect(healthy.peer) == ""
     hung.send(signal.SIGSTOP)
@@ -188,7 +195,8 @@ def test_a_hung_source_does_not_delay_reads_from_others(make_source: MakeSource,
 
 @pytest.mark.usefixtures("tcp")
 def test_close_ends_reads_from_a_hung_source(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(SMALL), make_reader(connector(peer_timeout=100), SMALL)
+    source = make_source(SMALL)
+    reader = make_reader(connector(peer_timeout=100), SMALL)
     assert reader.connect(source.peer) == ""
     source.send(signal.SIGSTOP)
     reader.order(source.epoch, [1], [1])
@@ -199,7 +207,8 @@ def test_close_ends_reads_from_a_hung_source(make_source: MakeSource, make_reade
 
 
 def test_a_broken_connection_can_be_made_again(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    source = make_source(SMALL)
+    reader = make_reader(connector(), SMALL)
     sockets = PeerSockets(reader.rank.metadata, source.peer.ranks[0].metadata)
     assert reader.connect(source.peer) == ""
     assert reader.read(source.epoch, [1], [1]).error == ""
@@ -212,7 +221,8 @@ def test_a_broken_connection_can_be_made_again(make_source: MakeSource, make_rea
 
 
 def test_a_restarted_node_is_another_epoch(make_source: MakeSource, make_reader: MakeReader) -> None:
-    first, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    first = make_source(SMALL)
+    reader = make_reader(connector(), SMALL)
     assert reader.connect(first.peer) == ""
     assert reader.read(first.epoch, [1], [1]).error == ""
     first.kill()
@@ -250,7 +260,8 @@ def test_dead_peers_leave_no_files_or_threads(make_source: MakeSource, make_read
 
 
 def test_metadata_of_another_agent_is_refused(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    source = make_source(SMALL)
+    reader = make_reader(connector(), SMALL)
     rank = msgspec.structs.replace(source.peer.ranks[0], agent="other-e1")
     assert "other-e1" in reader.connect(Peer("other", "e1", (rank,)))
     assert reader.connect(source.peer) == ""
@@ -258,14 +269,16 @@ def test_metadata_of_another_agent_is_refused(make_source: MakeSource, make_read
 
 @pytest.mark.parametrize("metadata", [b"", b"garbage", b"nixlSerDes|", b"\xff" * 500])
 def test_invalid_metadata_is_refused(make_reader: MakeReader, make_source: MakeSource, metadata: bytes) -> None:
-    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    source = make_source(SMALL)
+    reader = make_reader(connector(), SMALL)
     rank = msgspec.structs.replace(source.peer.ranks[0], metadata=metadata)
     assert "connecting failed" in reader.connect(Peer("source", "e1", (rank,)))
     assert reader.connect(source.peer) == ""
 
 
 def test_unregistered_memory_is_refused(make_source: MakeSource, make_reader: MakeReader) -> None:
-    source, reader = make_source(SMALL), make_reader(connector(), SMALL)
+    source = make_source(SMALL)
+    reader = make_reader(connector(), SMALL)
     rank = source.peer.ranks[0]
     region = msgspec.structs.replace(rank.region, num_bytes=rank.region.num_bytes * 64)
     layout = msgspec.structs.replace(rank.layout, num_blocks=rank.layout.num_blocks * 64)
@@ -301,7 +314,8 @@ def test_importing_the_connector_imports_no_nixl() -> None:
 @pytest.mark.usefixtures("tcp")
 def test_a_slow_source_is_not_a_stall(make_source: MakeSource, make_reader: MakeReader) -> None:
     """Bytes keep arriving, though no chunk completes within the stall timeout."""
-    source, reader = make_source(BIG), make_reader(connector(), BIG)
+    source = make_source(BIG)
+    reader = make_reader(connector(), BIG)
     assert reader.connect(source.peer) == ""
     read_id = reader.order(source.epoch, ALL, ALL)
     reader.wait_for_first_bytes()

@@ -59,13 +59,15 @@ def start_reader(stack: ExitStack) -> StartReader:
 
 def check(reader: RankGroup, blocks: list[int]) -> None:
     """Assert that a node of one rank has read these blocks of a peer into equal block numbers, and no others."""
-    (layout,), (share,) = reader.node.layouts, reader.node.shares
+    (layout,) = reader.node.layouts
+    (share,) = reader.node.shares
     reader.check(random_cells(layout, share, max(blocks) + 1), blocks, blocks)
 
 
 @pytest.mark.usefixtures("tcp")
 def test_a_rank_killed_during_a_read_fails_the_read_once(start_peer: StartPeer, start_reader: StartReader) -> None:
-    peer, group = start_peer(shape(2, BIG)), start_reader(shape(1, BIG))
+    peer = start_peer(shape(2, BIG))
+    group = start_reader(shape(1, BIG))
     (reader,) = group.ranks
     assert group.connect(peer.peer) == [""]
     peer.sources[1].send(signal.SIGSTOP)  # so that the read cannot have ended before
@@ -93,7 +95,8 @@ def test_a_rank_killed_during_a_read_fails_the_read_once(start_peer: StartPeer, 
 
 @pytest.mark.usefixtures("tcp")
 def test_a_hung_rank_fails_the_read(start_peer: StartPeer, start_reader: StartReader) -> None:
-    peer, group = start_peer(shape(2, BIG)), start_reader(shape(1, BIG))
+    peer = start_peer(shape(2, BIG))
+    group = start_reader(shape(1, BIG))
     (reader,) = group.ranks
     assert group.connect(peer.peer) == [""]
     peer.sources[1].send(signal.SIGSTOP)
@@ -110,7 +113,8 @@ def test_a_hung_rank_fails_the_read(start_peer: StartPeer, start_reader: StartRe
 
 @pytest.mark.usefixtures("tcp")
 def test_a_read_ends_with_its_last_rank(start_peer: StartPeer, start_reader: StartReader) -> None:
-    peer, group = start_peer(shape(2)), start_reader(shape(1), peer_timeout=100)
+    peer = start_peer(shape(2))
+    group = start_reader(shape(1), peer_timeout=100)
     (reader,) = group.ranks
     assert group.connect(peer.peer) == [""]
     peer.sources[1].send(signal.SIGSTOP)
@@ -128,7 +132,8 @@ def test_a_read_ends_with_its_last_rank(start_peer: StartPeer, start_reader: Sta
 
 @pytest.mark.usefixtures("tcp")
 def test_disconnecting_ends_reads_from_a_hung_rank(start_peer: StartPeer, start_reader: StartReader) -> None:
-    peer, group = start_peer(shape(2)), start_reader(shape(1), peer_timeout=100)
+    peer = start_peer(shape(2))
+    group = start_reader(shape(1), peer_timeout=100)
     (reader,) = group.ranks
     assert group.connect(peer.peer) == [""]
     peer.sources[1].send(signal.SIGSTOP)
@@ -143,7 +148,8 @@ def test_disconnecting_ends_reads_from_a_hung_rank(start_peer: StartPeer, start_
 
 
 def test_ranks_that_do_not_read_from_a_dead_rank_succeed(start_peer: StartPeer, start_reader: StartReader) -> None:
-    peer, group = start_peer(shape(4)), start_reader(shape(2))
+    peer = start_peer(shape(4))
+    group = start_reader(shape(2))
     assert group.connect(peer.peer) == ["", ""]
     peer.sources[3].kill()
     good, bad = group.read(peer.epoch, [1, 2], [3, 4])
@@ -171,7 +177,8 @@ def with_larger_blocks(rank: RankKV) -> RankKV:
 
 
 def test_a_peer_with_one_wrong_rank_is_refused(start_peer: StartPeer, start_reader: StartReader) -> None:
-    peer, group = start_peer(shape(2)), start_reader(shape(1))
+    peer = start_peer(shape(2))
+    group = start_reader(shape(1))
     (reader,) = group.ranks
     first, second = peer.peer.ranks
     for changed, reason in (
@@ -187,7 +194,8 @@ def test_a_peer_with_one_wrong_rank_is_refused(start_peer: StartPeer, start_read
 
 
 def test_a_peer_with_a_dead_rank_is_refused(start_peer: StartPeer, start_reader: StartReader) -> None:
-    peer, group = start_peer(shape(2)), start_reader(shape(1))
+    peer = start_peer(shape(2))
+    group = start_reader(shape(1))
     (reader,) = group.ranks
     peer.sources[1].kill()
     assert peer.peer.ranks[1].agent in reader.connect(peer.peer)

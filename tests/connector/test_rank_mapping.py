@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from connector.planning.rank_mapping import LocalRank, SourceRank
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import ConfigError, PeerError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
-from pdserve.kv_groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.records import KVRead, Peer, RankKV
 
-EMPTY, PADDING = -1, -2
+EMPTY = -1
+PADDING = -2
 ROW_BYTES = 4  # head_dim 2 in float16
 MODEL = Model(num_heads=4, block_size=4, head_dim=2, dtype="float16")
 OURS = node(MODEL, (2,), 1, 4, [40])
@@ -73,15 +74,16 @@ def blocks_of(draw: st.DataObject, layouts: list[KVLayout], remote: list[KVLayou
     ids = draw.draw(st.sampled_from([[(b + shift) % num_remote for b in local], local[::-1]]))
     num_groups = layouts[0].groups.num_groups
     groups = draw.draw(st.lists(st.integers(0, num_groups - 1), min_size=len(local), max_size=len(local)))
-    remote_ids, of_remote = tuple(b % num_remote for b in ids), dict[int, int]()
+    remote_ids = tuple(b % num_remote for b in ids)
+    of_remote = dict[int, int]()
     groups = [of_remote.setdefault(block, group) for block, group in zip(remote_ids, groups, strict=True)]
     return KVRead(1, "e1", tuple(local), remote_ids, tuple(groups) if num_groups > 1 else ())
 
 
 def groups_of_blocks(layout: KVLayout, blocks: tuple[int, ...], groups: tuple[int, ...]) -> list[int]:
     """Return the group of each block of a cache; 0 for blocks that a read does not name."""
-    known = dict(zip(blocks, groups, strict=False))
-    return [known.get(block, 0) for block in range(layout.num_blocks)]
+    group_of = dict(zip(blocks, groups, strict=False))
+    return [group_of.get(block, 0) for block in range(layout.num_blocks)]
 
 
 def cells_of(case: Case) -> NDArray[Any]:
@@ -103,7 +105,8 @@ def cells_of(case: Case) -> NDArray[Any]:
 def test_each_wanted_byte_lands_once_and_no_other_byte_does(case: Case, draw: st.DataObject, limit: int) -> None:
     _, _, ours, theirs = case
     rank = draw.draw(st.integers(0, len(ours.layouts) - 1))
-    layout, share = ours.layouts[rank], ours.shares[rank]
+    layout = ours.layouts[rank]
+    share = ours.shares[rank]
     read = blocks_of(draw, [layout], theirs.layouts)
     cells = cells_of(case)
     memory = np.full(layout.total_bytes, EMPTY, dtype=np.int64)
@@ -187,8 +190,8 @@ def shape(num_shards: int, stage_layers: tuple[int, ...] = (4,), page: int = 64)
     ],
 )
 def test_blocks_have_as_few_ranges_as_possible(ours: Node, theirs: Node, num_sources: int, num_ranges: int) -> None:
-    found = source_ranks(ours, 0, Peer("node", "e1", theirs.ranks))
-    assert [source.num_ranges for source in found] == [num_ranges] * num_sources
+    sources = source_ranks(ours, 0, Peer("node", "e1", theirs.ranks))
+    assert [source.num_ranges for source in sources] == [num_ranges] * num_sources
 
 
 @pytest.mark.parametrize(("here", "there", "other"), [(1, 0, False), (0, 1, False), (1, 1, False), (1, 1, True)])
@@ -198,7 +201,8 @@ def test_layers_that_make_drafts_are_read_if_both_nodes_have_the_same(here: int,
     ours, theirs = (node(model, (2 + drafting,), 1, 64, [4], drafting) for drafting in (here, there))
     (source,) = source_ranks(ours, 0, Peer("node", "e1", theirs.ranks, other_drafts=other))
     (slices,) = source.slices
-    layout, drafting = ours.layouts[0], 0 if other else min(here, there)
+    layout = ours.layouts[0]
+    drafting = 0 if other else min(here, there)
     assert slices.num_bytes == layout.block_bytes // layout.num_layers * (2 + drafting)
 
 

@@ -17,7 +17,8 @@ from runner.kv_digest import KVDigester
 
 MODEL = Model(num_heads=2, block_size=64, head_dim=16, dtype="bfloat16")
 WITHIN_PROCESS = "local_connector:LocalConnector"
-LOCAL, REMOTE = [7, 0, 1, 4], [1, 4, 5, 0]
+LOCAL = [7, 0, 1, 4]
+REMOTE = [1, 4, 5, 0]
 
 SHAPES = {  # pipeline stages by layers, tensor shards, kernel page
     "one rank": ((4,), 1, 64),
@@ -74,18 +75,22 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS, ids=lambda name: name)
 def test_each_rank_reads_its_part(fleet: Fleet, theirs: str, ours: str) -> None:
-    source, reader = fleet.source(theirs), fleet.reader(ours)
+    source = fleet.source(theirs)
+    reader = fleet.reader(ours)
     reader.reset()
     assert not any(reader.connect(source.peer))
     results = reader.read(source.epoch, LOCAL, REMOTE)
     assert [result.error for result in results] == [""] * len(results)
-    assert [result.num_bytes for result in results] == [len(LOCAL) * each.block_bytes for each in reader.node.layouts]
+    assert [result.num_bytes for result in results] == [
+        len(LOCAL) * layout.block_bytes for layout in reader.node.layouts
+    ]
     reader.check(CELLS, LOCAL, REMOTE)
 
 
 def digests(group: RankGroup, block_ids: list[int]) -> list[int]:
     """Return digests of whole blocks: the sums over the parts, each counted once."""
-    order, parts = DigestOrder(tuple(block_ids), len(block_ids) * MODEL.block_size), {}
+    order = DigestOrder(tuple(block_ids), len(block_ids) * MODEL.block_size)
+    parts = {}
     for rank, layout, share in zip(group.ranks, group.node.layouts, group.node.shares, strict=True):
         memory = torch.from_numpy(rank.blocks).view(getattr(torch, layout.dtype)).view(layout.shape)
         parts[share] = KVDigester(memory, layout, share).compute([order])

@@ -13,7 +13,7 @@ from kv_nodes import Reader, Source, pattern
 
 from connector import build
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.records import EMPTY_CONNECTOR_OUTPUT, Peer
 
 LOCAL = "local_connector:LocalConnector"
@@ -65,14 +65,16 @@ def pair(shared_pair: Pair) -> Pair:
 
 
 def test_adjacent_blocks_arrive_as_one_range(pair: Pair) -> None:
-    local, remote = list(range(100, 200)), list(range(300, 400))
+    local = list(range(100, 200))
+    remote = list(range(300, 400))
     result = pair.reader.read(pair.epoch, local, remote)
     assert (result.error, result.num_bytes, result.num_descriptors) == ("", 100 * OURS.block_bytes, 1)
     pair.check(local, remote)
 
 
 def test_scattered_blocks_arrive_in_their_places(pair: Pair) -> None:
-    local, remote = [5999, 0, 17, 18, 400], [4999, 4, 18, 17, 0]
+    local = [5999, 0, 17, 18, 400]
+    remote = [4999, 4, 18, 17, 0]
     result = pair.reader.read(pair.epoch, local, remote)
     assert (result.error, result.num_descriptors) == ("", 5)
     pair.check(local, remote)
@@ -80,7 +82,8 @@ def test_scattered_blocks_arrive_in_their_places(pair: Pair) -> None:
 
 def test_thousands_of_blocks_in_random_order(pair: Pair) -> None:
     rng = random.Random(0)
-    local, remote = rng.sample(range(OURS.num_blocks), 5000), rng.sample(range(THEIRS.num_blocks), 5000)
+    local = rng.sample(range(OURS.num_blocks), 5000)
+    remote = rng.sample(range(THEIRS.num_blocks), 5000)
     result = pair.reader.read(pair.epoch, local, remote)
     assert (result.error, result.num_bytes) == ("", 5000 * OURS.block_bytes)
     pair.check(local, remote)

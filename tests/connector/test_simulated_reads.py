@@ -11,7 +11,7 @@ from machine import patience
 from connector.backends.simulated import SimulatedConnector
 from connector.setup import ConnectorSetup
 from pdserve.config.simulated_costs import SimulatedCosts
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion
 from pdserve.records import KVConnectorOutput, KVRead, Peer, ReadResult
 
 LAYOUT = KVLayout(

@@ -15,7 +15,7 @@ from connector.planning.block_slicing import BlockSlices, slice_blocks
 from connector.planning.regions import check_region
 from connector.planning.transfer_plan import plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare
 from pdserve.records import KVRead
 
 LAYOUT = KVLayout(
@@ -39,7 +39,8 @@ def reads(draw: st.DrawFn) -> tuple[KVRead, KVLayout, KVLayout]:
     free = set(range(ours.num_blocks))
     pairs: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(0, 8))):
-        local, remote = draw(st.integers(0, ours.num_blocks - 1)), draw(st.integers(0, theirs.num_blocks - 1))
+        local = draw(st.integers(0, ours.num_blocks - 1))
+        remote = draw(st.integers(0, theirs.num_blocks - 1))
         for step in range(draw(st.integers(1, 8))):
             if local + step in free and remote + step < theirs.num_blocks:
                 free.discard(local + step)

@@ -12,8 +12,8 @@ from connector.backends.nixl.agent import NixlAgent
 from connector.backends.nixl.nixl_connector import NixlConnector
 from connector.backends.nixl.transport import transport_of
 from connector.setup import ConnectorSetup
-from pdserve.kv import FullAttentionSpec, KVLayout
-from pdserve.transports import TRANSPORTS, UNKNOWN, Connected, combine
+from pdserve.kv.layout import FullAttentionSpec, KVLayout
+from pdserve.kv.transports import TRANSPORTS, UNKNOWN, Connected, combine
 
 LAYOUT = KVLayout(
     num_blocks=16, block_size=16, kernel_block_size=16, num_layers=1, spec=FullAttentionSpec(1, 16, "float32")
@@ -49,7 +49,7 @@ def test_a_requirement_is_met_by_its_transport_and_faster_ones() -> None:
     [(["tcp"], "tcp"), (["nvlink", "shm", "rdma"], "shm"), (["nvlink", UNKNOWN], UNKNOWN), (["shm", "shm"], "shm")],
 )
 def test_the_slowest_rank_is_the_transport_of_a_peer(kinds: list[str], kind: str) -> None:
-    assert combine([Connected("e", each, f"lane/{each}") for each in kinds]).transport == kind
+    assert combine([Connected("e", transport, f"lane/{transport}") for transport in kinds]).transport == kind
 
 
 def test_equal_lanes_are_named_once() -> None:

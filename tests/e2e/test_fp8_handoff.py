@@ -13,7 +13,7 @@ from node_client import RouterClient, greedy
 from stepper import Stepper
 
 import runner
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 
 OUTPUT = 12  # tokens
 SCALES = (KVScales(0.03125, 0.0625), KVScales(0.015625, 0.125))

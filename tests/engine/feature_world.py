@@ -29,7 +29,6 @@ from slow_host_memory import SlowHostMemory
 from toy import ToyRunner, num_tokens
 from toy_node import BLOCK, DEPTHS
 
-from pdserve.host_copies import HostRoom
 from pdserve.ipc.messages import (
     ChangeWeights,
     Connect,
@@ -37,6 +36,7 @@ from pdserve.ipc.messages import (
     Resume,
     UseWeights,
 )
+from pdserve.kv.host_copies import HostRoom
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, StepPlan
 from pdserve.weights.change import WeightChange

@@ -16,11 +16,11 @@ from node.leasing.leases import Lease, LeaseId, LeaseTable
 from node.reading.handoff import Action, Event, Handoff, HandoffFailed, ToPeer
 from pdserve.errors import Overloaded, PeerError
 from pdserve.ipc.messages import (
-    Batch,
     Cancel,
     ComputeBeside,
     Connect,
     Disconnect,
+    EventBatch,
     FreeLease,
     LeaseCached,
     Leased,
@@ -28,12 +28,12 @@ from pdserve.ipc.messages import (
     PrefillLocally,
     StartRead,
 )
+from pdserve.kv.states import NO_SLOT, handoff_position
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT, handoff_position
 
 SECONDS, GUARD = 3.0, 1.0
 FINISHED = pb.PrefillEvent(finished=pb.Finished())
@@ -218,7 +218,7 @@ class PrefillSide:
     def step(self, now: float) -> None:
         self.take(self.node.step(), now)
 
-    def take(self, batch: Batch, now: float) -> None:
+    def take(self, batch: EventBatch, now: float) -> None:
         """Handle the events of a step."""
         for refused in batch.refused:
             if (call := self._calls.pop(refused.rid, None)) is not None:
@@ -322,7 +322,7 @@ class DecodeSide:
     def step(self, now: float) -> None:
         self.take(self.node.step(), now)
 
-    def take(self, batch: Batch, now: float) -> None:
+    def take(self, batch: EventBatch, now: float) -> None:
         """Handle the events of a step."""
         for_peers = self.read_here
         for refused in batch.refused:

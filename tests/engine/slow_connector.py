@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from toy import ToyRunner
 
 from connector.completion_queue import CompletionQueue
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.states import NO_SLOT
+from pdserve.kv.transports import Connected
 from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV, ReadResult
-from pdserve.state import NO_SLOT
-from pdserve.transports import Connected
 
 
 @dataclass

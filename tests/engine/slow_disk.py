@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from slow_host_memory import SlowHostMemory
 
-from pdserve.disk_kv import (
+from pdserve.kv.disk_transfers import (
     AnyDiskOrder,
     BlockName,
     DiskEvent,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from connector.setup import ConnectorSetup
-from pdserve.host_copies import CopyResult, HostCopy, HostRoom
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
+from pdserve.kv.layout import KVLayout, KVRegion
 
 
 @dataclass

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from engine.executor.aggregator import OutputAggregator
 from pdserve.config.parallel import ParallelConfig
-from pdserve.disk_kv import DiskEvent, DiskLate, DiskOrder, DiskResult, DiskWork, Outcome
-from pdserve.kv import KVShare
+from pdserve.kv.disk_transfers import DiskEvent, DiskLate, DiskOrder, DiskResult, DiskWork, Outcome
+from pdserve.kv.layout import KVShare
+from pdserve.kv.transports import Connected
 from pdserve.records import (
     EMPTY_CONNECTOR_OUTPUT,
     EMPTY_OUTPUT,
@@ -26,7 +27,6 @@ from pdserve.records import (
     ReadResult,
     StepOutput,
 )
-from pdserve.transports import Connected
 
 SPLITS = [
     ParallelConfig((4,)),

@@ -11,7 +11,7 @@ import pytest
 
 from engine.channel import Channel, ChannelClosed
 from pdserve.ipc.frames import FRAME_HEADER, framed
-from pdserve.ipc.messages import Batch, Cancel, FromEngine, Mode, OutputTokens, Ping, Status, Submit, Totals
+from pdserve.ipc.messages import Cancel, EventBatch, FromEngine, Mode, OutputTokens, Ping, Status, Submit, Totals
 from pdserve.sampling_params import SamplingParams
 
 STATUS = Status(1, 0, 0, 0, 1, 0, 0, 0, Totals())
@@ -42,7 +42,7 @@ def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, so
     channel, frontend = ends
     outputs = OutputTokens(list(range(1000)), [0] * 1000, [7] * 1000)
     for _ in range(200):
-        channel.send(Batch(STATUS, outputs=outputs))
+        channel.send(EventBatch(STATUS, outputs=outputs))
     received = bytearray()
     decoder = msgspec.msgpack.Decoder(FromEngine)
     for _ in range(200):
@@ -50,7 +50,7 @@ def test_send_never_blocks_if_the_frontend_does_not_read(ends: tuple[Channel, so
             received += frontend.recv(1 << 20)
             channel.receive(0)
         end = 4 + FRAME_HEADER.unpack_from(received)[0]
-        assert decoder.decode(received[4:end]) == Batch(STATUS, outputs=outputs)
+        assert decoder.decode(received[4:end]) == EventBatch(STATUS, outputs=outputs)
         del received[:end]
 
 

@@ -17,14 +17,14 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.sequence import Sequence
 from pdserve.hashing import BlockHashes, root_hash
-from pdserve.ipc.messages import Batch, Mode, StartRead, Submit
+from pdserve.ipc.messages import EventBatch, Mode, StartRead, Submit
 from pdserve.records import NO_ORDERS, KVConnectorOutput, ModelRunnerOutput, Peer, ReadResult, StepOutput
 from pdserve.request_cost import HANDOFF_SECONDS, LinearCost
 from pdserve.sampling_params import SamplingParams
 
 
 def parts() -> CacheParts:
-    return CacheParts(BlockPool(4), Batch(), BLOCK)
+    return CacheParts(BlockPool(4), EventBatch(), BLOCK)
 
 
 def test_with_and_without_a_connector_nothing_is_ordered_at_first() -> None:
@@ -50,7 +50,7 @@ def test_without_a_connector_a_handoff_request_is_prefilled_locally() -> None:
 def load(node: Node, rid: int, num_tokens: int) -> None:
     """Reserve blocks for a prompt that a peer computes."""
     node.submit(rid, list(range(num_tokens)), SamplingParams(max_tokens=2), Mode.HANDOFF)
-    reserved: list[Batch] = [node.step()]
+    reserved: list[EventBatch] = [node.step()]
     assert [each.rid for each in reserved[0].reserved] == [rid]
 
 

@@ -20,11 +20,11 @@ from toy_node import BLOCK, Node
 
 from engine.tiers.disk_tier import DiskTier
 from engine.tiers.host_tier import HostTier
-from pdserve.disk_kv import BlockName, DiskOrder, DiskWork
 from pdserve.hashing import BlockHashes, root_hash
-from pdserve.host_copies import HostRoom
 from pdserve.ipc.cache_changes import Medium
-from pdserve.ipc.messages import Batch, Cancel, Fetched, Mode, Pause, Resume, UseWeights
+from pdserve.ipc.messages import Cancel, EventBatch, Fetched, Mode, Pause, Resume, UseWeights
+from pdserve.kv.disk_transfers import BlockName, DiskOrder, DiskWork
+from pdserve.kv.host_copies import HostRoom
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(30, 8)  # blocks of host memory: two prompts of 50 tokens
@@ -111,7 +111,7 @@ def test_saved_and_lost_time_is_counted() -> None:
     tier_of(node)._clock = lambda: now
     totals, reported, step = node.scheduler.totals, list[Fetched](), node.step
 
-    def recorded() -> Batch:
+    def recorded() -> EventBatch:
         batch = step()
         reported.extend(batch.fetched)
         return batch
@@ -215,7 +215,7 @@ def test_node_reports_what_it_has_anywhere() -> None:
     reported: set[bytes] = set()
     step = node.step
 
-    def recorded() -> Batch:
+    def recorded() -> EventBatch:
         batch = step()
         assert not reported & set(batch.cached)
         assert reported >= set(batch.evicted)

@@ -18,8 +18,8 @@ from toy_node import BLOCK, DEPTHS, Node
 
 from engine.tiers.host_tier import HostTier
 from pdserve.hashing import BlockHashes, root_hash
-from pdserve.host_copies import HostRoom
 from pdserve.ipc.messages import Cancel, FreeLease, LeaseCached, Leased, Mode, Pause, Reserved, Resume, Submit
+from pdserve.kv.host_copies import HostRoom
 from pdserve.sampling_params import SamplingParams
 
 ROOM = HostRoom(90, 20)

@@ -28,8 +28,8 @@ from node.kv_events.publisher import KVEventPublisher
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.cache_changes import CacheChanges, StoredBlock
-from pdserve.ipc.messages import Batch, Mode
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.ipc.messages import EventBatch, Mode
+from pdserve.kv.groups import KVCacheGroups
 from pdserve.sampling_params import SamplingParams
 
 BLOCK = 4
@@ -45,7 +45,7 @@ class Operations:
         self.recorder = NetChanges()
         self.pool = BlockPool(40, BLOCK, KVCacheGroups(windows, tuple(range(len(windows)))))
         self.pool.recorder = self.recorder
-        connector = KVConnectorScheduler(CacheParts(self.pool, Batch(), BLOCK))
+        connector = KVConnectorScheduler(CacheParts(self.pool, EventBatch(), BLOCK))
         self._kv = KVCacheManager(self.pool, connector, BLOCK, 16, States())
         self._random = random.Random(seed)
         self._live: list[Sequence] = []

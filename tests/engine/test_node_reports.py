@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from node.reports import NodeReports, sample_bits
 from pdserve.hashing import unpack_block_hashes
-from pdserve.ipc.messages import Batch, Status, Totals
+from pdserve.ipc.messages import EventBatch, Status, Totals
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
 
@@ -30,9 +30,9 @@ def batch(
     free: int = 10,
     total: int = 10,
     prompt_seconds: float = 0.0,
-) -> Batch:
+) -> EventBatch:
     status = Status(free, total - free, 0, 0, total, 0, 0, running, Totals(prompt_seconds=prompt_seconds))
-    return Batch(status, cached=list(map(block_hash, cached)), evicted=list(map(block_hash, evicted)))
+    return EventBatch(status, cached=list(map(block_hash, cached)), evicted=list(map(block_hash, evicted)))
 
 
 def block_hash(number: int) -> bytes:

@@ -11,10 +11,10 @@ from toy import reference
 from toy_node import BLOCK, DEPTHS, Node
 
 from pdserve.ipc.messages import (
-    Batch,
     Cancel,
     ComputeBeside,
     Connect,
+    EventBatch,
     FreeLease,
     KVConfirmed,
     LeaseCached,
@@ -81,7 +81,7 @@ class Splitting:
             time.sleep(0.001)
         self.source.obey(FreeLease(LEASE))
 
-    def step(self) -> Batch:
+    def step(self) -> EventBatch:
         batch = self.reader.step()
         self.parts += batch.leased
         return batch

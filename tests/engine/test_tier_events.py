@@ -21,9 +21,9 @@ from engine.kv_cache.cache_recorder import NetChanges
 from engine.tiers.disk_tier import DiskTier
 from engine.tiers.host_tier import HostTier
 from node.kv_events.event_log import EventLog, GroupKind, short_hash
-from pdserve.host_copies import HostRoom
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
-from pdserve.ipc.messages import Batch, Cancel, Mode, UseWeights
+from pdserve.ipc.messages import Cancel, EventBatch, Mode, UseWeights
+from pdserve.kv.host_copies import HostRoom
 from pdserve.sampling_params import SamplingParams
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ class World:
         self._rid = self._version = 0
         step = self.node.step
 
-        def recorded() -> Batch:
+        def recorded() -> EventBatch:
             batch = step()
             self.take(batch.cache_changes)
             self.open -= {rid for rid, _ in self.node.finished}

@@ -16,7 +16,7 @@ from toy_node import BATCH_TOKENS, BLOCK, Node
 from engine.kv_cache.block_pool import BlockPool, Use
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.messages import FreeLease, Mode
-from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups, cut_into_groups, first_block, first_seen, window_blocks
+from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups, cut_into_groups, first_block, first_seen, window_blocks
 from pdserve.sampling_params import SamplingParams
 
 Windows = tuple[int | None, ...]

@@ -28,11 +28,11 @@ from zlib import crc32
 
 import numpy as np
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, LatentSpec
-from pdserve.kv_groups import NULL_BLOCK, KVCacheGroups
+from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, LatentSpec
+from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare, StateSnapshot
 from pdserve.pausing import Pausing, complete
 from pdserve.records import DigestOrder, NewSequence, PromptLogprobs, StepOutput, StepPlan
-from pdserve.state import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare, StateSnapshot
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets

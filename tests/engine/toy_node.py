@@ -33,10 +33,9 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.tiers.disk_tier import DiskTier
 from engine.tiers.host_tier import HostTier
-from pdserve.host_copies import HostRoom
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import (
-    Batch,
+    EventBatch,
     FreeLease,
     FromEngine,
     LeaseCached,
@@ -48,7 +47,8 @@ from pdserve.ipc.messages import (
     ToEngine,
     WeightsAnswer,
 )
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.host_copies import HostRoom
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import DiskKV, HostMemory, KVConnector
 from pdserve.records import FinishReason, KVConnectorOrders, ModelRunnerOutput, RankKV, StepPlan
@@ -230,15 +230,15 @@ class Node:
             self._pulled(message.rid)
         self._check()
 
-    def step(self) -> Batch:
+    def step(self) -> EventBatch:
         self.engine.step()
         batches = self.received()
         lists: dict[str, Any] = {
             name: list(chain.from_iterable(getattr(part, name) for part in batches))
-            for name in Batch.__struct_fields__
+            for name in EventBatch.__struct_fields__
             if name not in ("status", "outputs", "status_changed")
         }
-        batch = Batch(self.scheduler.status(), outputs=_joined([part.outputs for part in batches]), **lists)
+        batch = EventBatch(self.scheduler.status(), outputs=_joined([part.outputs for part in batches]), **lists)
         for scored in batch.scored:
             ranks = self.ranks.setdefault(scored.rid, [])
             assert scored.found.first == 1 + len(ranks), "log-probabilities of a prompt do not follow each other"
@@ -325,16 +325,16 @@ class Node:
         """Send a command to an engine that runs in a thread."""
         self._socket.sendall(framed(message))
 
-    def received(self) -> list[Batch]:
+    def received(self) -> list[EventBatch]:
         """Return the batches that the engine has sent since the last call."""
-        batches: list[Batch] = []
+        batches: list[EventBatch] = []
         with contextlib.suppress(BlockingIOError):
             while chunk := self._socket.recv(1 << 20):
                 for message in self._frames.cut(chunk):
                     if isinstance(message, WeightsAnswer):
                         assert not message.kind, message
                         continue
-                    assert isinstance(message, Batch)
+                    assert isinstance(message, EventBatch)
                     batches.append(message)
         return batches
 

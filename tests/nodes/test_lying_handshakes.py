@@ -15,14 +15,14 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_parts import CacheParts
 from engine.peers.connected_peers import ConnectedPeers
 from pdserve.errors import ConfigError, PeerError
-from pdserve.ipc.messages import Batch
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.ipc.messages import EventBatch
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare
+from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import NO_ORDERS, Peer, RankKV
 from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.protobuf import layout_from_pb, rank_from_pb, rank_to_pb
-from pdserve.state import GatedDeltaSpec, RankStates, StateLayout, StateShare
 
 SPEC = FullAttentionSpec(2, 4, "float16")
 PLAIN = KVLayout(num_blocks=8, block_size=16, kernel_block_size=8, num_layers=6, spec=SPEC)
@@ -61,7 +61,7 @@ def connect(name: str, told: list[Lie], other_drafts: bool) -> list[str]:
         peer = Peer("p", "e1", tuple(rank_from_pb(each) for each in message.ranks), other_drafts)
     except (PeerError, ConfigError) as exc:
         return [str(exc)]
-    events = Batch()
+    events = EventBatch()
     num_layers = local.shares[0].total_layers if local.shares else 6
     peers = ConnectedPeers(CacheParts(BlockPool(8), events, 16), num_layers=num_layers)
     peers.connect(peer)
@@ -117,7 +117,7 @@ def test_layers_beyond_those_of_the_groups_are_refused() -> None:
 def test_a_layout_of_nothing_is_a_failed_peer_and_no_exception_of_the_engine(field: str) -> None:
     message = rank_to_pb(rank(PLAIN))
     setattr(message.layout, field, 0)
-    events = Batch()
+    events = EventBatch()
     peers = ConnectedPeers(CacheParts(BlockPool(8), events, 16))
     peers.connect(Peer("p", "e1", (rank_from_pb(message),)))
     assert [epoch for epoch, _ in events.failed_peers] == ["e1"]

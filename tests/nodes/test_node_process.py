@@ -190,7 +190,7 @@ def test_sigusr1_prints_the_stacks_of_a_process_which_goes_on(checkpoint: Path) 
         node.engine().send_signal(signal.SIGUSR1)
         node.wait_for_line("engine/process.py")  # its loop may not have begun yet
         node.process.send_signal(signal.SIGUSR1)
-        node.wait_for_line("node/command.py")
+        node.wait_for_line("node/node_command.py")
         node.process.terminate()
         status, lines = node.end()
         assert status == 0, lines

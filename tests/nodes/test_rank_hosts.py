@@ -25,7 +25,7 @@ from node_client import RouterClient, greedy
 from safetensors.torch import save_file
 
 from cli.main import main
-from node.command import role_parser
+from node.node_command import role_parser
 from pdserve.checkpoint.digest_cache import NAME
 from pdserve.config.config_with_weights import (
     host_digests,

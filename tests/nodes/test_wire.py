@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
-from pdserve.kv import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import RankKV, TokenLogprobs
 from pdserve.rpc.protobuf import (

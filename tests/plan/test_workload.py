@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.plan.queues import percentile
+from cli.numbers import percentile
 from cli.plan.workload import read_trace, workload_of, workload_of_trace
 from pdserve.errors import ConfigError
 
@@ -27,8 +27,8 @@ from pdserve.errors import ConfigError
 def test_lengths_follow_the_requested_distribution(text: str, figures: dict[str, float]) -> None:
     prompts = workload_of(text, "1", 0.0).prompts
     for name, value in figures.items():
-        found = sum(prompts) / len(prompts) if name == "mean" else percentile(prompts, int(name[1:]))
-        assert found == pytest.approx(value, rel=0.02), name
+        length = sum(prompts) / len(prompts) if name == "mean" else percentile(prompts, int(name[1:]))
+        assert length == pytest.approx(value, rel=0.02), name
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,11 @@ def test_trace_gives_arrivals_lengths_and_cached_prefixes(tmp_path: Path) -> Non
     workload, rate = workload_of_trace(list(read_trace(trace)))
     assert (workload.prompts, workload.outputs) == ((1024, 1500, 1024, 1024), (10, 1, 5, 5))
     assert workload.cached == (0, 1024, 0, 1023)  # the last token is always computed
+    first, second, third, _ = (job.prompt_ids() for job in workload.jobs(rate))
+    assert second[: 4 * 1024] == first
+    assert third[: 4 * 512] != first[: 4 * 512]
+    assert third[4 * 512 :] == first[4 * 512 :]
+    assert len(second) == 4 * 1500
     assert (rate, workload.gaps) == (1.0, (1.0, 0.5, 1.5, 1.0))
 
 

@@ -28,7 +28,8 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of two layers, with a byte-level tokenizer and a chat template."""
-    directory, backend = tmp_path_factory.mktemp("api"), small_tokenizers.byte_level()
+    directory = tmp_path_factory.mktemp("api")
+    backend = small_tokenizers.byte_level()
     eos = backend.token_to_id("<|im_end|>")
     make_checkpoint(
         directory, "qwen3", vocab_size=512, max_position_embeddings=384, num_hidden_layers=2, eos_token_id=eos

@@ -24,7 +24,10 @@ NO_TIMEOUT = math.inf
     requests=st.lists(st.tuples(st.floats(0, 100), st.integers(1, 20_000)), max_size=50),
 )
 def test_token_bucket_keeps_its_rate_and_predicts_waits(per_minute: int, requests: list[tuple[float, int]]) -> None:
-    bucket, now, taken, largest = TokenBucket(per_minute, 0.0), 0.0, 0, 0
+    bucket = TokenBucket(per_minute, 0.0)
+    now = 0.0
+    taken = 0
+    largest = 0
     for pause, amount in requests:
         now += pause
         wait = bucket.wait_for(amount, now)
@@ -33,7 +36,8 @@ def test_token_bucket_keeps_its_rate_and_predicts_waits(per_minute: int, request
             now += wait + 1e-6
         assert bucket.wait_for(amount, now) == 0
         bucket.take(amount, now)
-        taken, largest = taken + amount, max(largest, amount)
+        taken += amount
+        largest = max(largest, amount)
         # Only a request larger than the bucket overdraws it, once.
         assert taken <= per_minute * (1 + now / 60) + max(0, largest - per_minute) + 1e-3 * per_minute + 1e-3
 
@@ -51,7 +55,8 @@ class Crowd:
 
     def __init__(self, slots: int, max_waiting: int) -> None:
         self.queue = AdmissionQueue(slots, max_waiting)
-        self.slots, self.max_waiting = slots, max_waiting
+        self.slots = slots
+        self.max_waiting = max_waiting
         self.tickets: list[Ticket] = []  # admitted or waiting, in order of arrival
         self.now = 0.0
 
@@ -76,10 +81,10 @@ class Crowd:
     def assert_last_to_be_served(self, rejected: Ticket) -> None:
         """The ticket has the worst priority, no client has more tickets of it, and none of its client's came later."""
         assert len(self.waiting) == self.max_waiting + 1
-        assert rejected.priority == max(each.priority for each in self.waiting)
-        worst = [each.client for each in self.waiting if each.priority == rejected.priority]
+        assert rejected.priority == max(ticket.priority for ticket in self.waiting)
+        worst = [ticket.client for ticket in self.waiting if ticket.priority == rejected.priority]
         assert worst.count(rejected.client) == max(map(worst.count, worst))
-        assert [each for each in self.waiting if self.same_line(each, rejected)][-1] is rejected
+        assert [ticket for ticket in self.waiting if self.same_line(ticket, rejected)][-1] is rejected
 
     def leave(self, index: int) -> None:
         ticket = self.tickets.pop(index % len(self.tickets))
@@ -87,8 +92,8 @@ class Crowd:
         self.queue.leave(ticket, self.now)
         self.queue.leave(ticket, self.now)  # a second time changes nothing
         for admitted in set(waiting) - set(self.waiting):
-            assert admitted.priority == min(each.priority for each in waiting)
-            assert next(each for each in waiting if self.same_line(each, admitted)) is admitted
+            assert admitted.priority == min(ticket.priority for ticket in waiting)
+            assert next(ticket for ticket in waiting if self.same_line(ticket, admitted)) is admitted
 
     @staticmethod
     def same_line(one: Ticket, other: Ticket) -> bool:
@@ -104,12 +109,12 @@ class Crowd:
         assert len(self.waiting) <= self.max_waiting
         assert min(self.slots, len(self.tickets)) <= admitted <= self.slots + self.slots // 8
         if self.waiting:
-            first = min(each.priority for each in self.waiting)
-            assert not any(self.few(each.client) for each in self.waiting if each.priority == first)
+            first = min(ticket.priority for ticket in self.waiting)
+            assert not any(self.few(ticket.client) for ticket in self.waiting if ticket.priority == first)
 
     def few(self, client: str) -> bool:
         """Whether an extra slot is free for the client."""
-        admitted = [each.client for each in self.tickets if each.admitted]
+        admitted = [ticket.client for ticket in self.tickets if ticket.admitted]
         return len(admitted) < self.slots + self.slots // 8 and client not in admitted
 
 

@@ -108,7 +108,9 @@ def test_headers_and_extra_parameters_do_not_reach_nodes(client: httpx.Client, s
         assert response.status_code == 200
         message = scripted_node.seen["names"].message
         assert message.request_id not in ("", "p9:1")
-        message.request, message.request_id, message.timeout_ms = 0, "", 0
+        message.request = 0
+        message.request_id = ""
+        message.timeout_ms = 0
         seen.append(message)
     assert seen[0] == seen[1]
     assert seen[0].prefill_node == ""

@@ -105,9 +105,9 @@ def test_longest_idle_connections_are_closed_for_new_ones(limited: RouterProcess
         for _ in range(2 * LIMIT):
             stack.enter_context(connect(limited))
         assert health(limited).status_code == 200
-        found = metrics(limited)
-        assert found["pdserve_evicted_connections_total"] >= before + 2 * LIMIT
-        assert found["pdserve_connections"] <= LIMIT + 1
+        counts = metrics(limited)
+        assert counts["pdserve_evicted_connections_total"] >= before + 2 * LIMIT
+        assert counts["pdserve_connections"] <= LIMIT + 1
 
 
 def test_request_beyond_busy_connections_gets_503(limited: RouterProcess) -> None:

@@ -46,7 +46,8 @@ def test_pages_of_the_given_origin_alone_may_use_the_api(page: httpx.Client, ori
 def test_preflight_needs_no_key_and_a_page_reads_why_it_was_refused(
     tokenizer_dir: Path, scripted_node: ScriptedNode, tmp_path: Path
 ) -> None:
-    keys, key = tmp_path / "keys.toml", new_key()
+    keys = tmp_path / "keys.toml"
+    key = new_key()
     keys.write_text(key_entry("page", key))
     flags = ["--decode", scripted_node.address, "--cors-origin", ORIGIN, "--api-keys", str(keys)]
     with (

@@ -62,7 +62,8 @@ def test_page_has_strict_security_headers(client: httpx.Client, path: str) -> No
 def test_page_is_public_and_its_state_needs_a_key(
     tokenizer_dir: Path, scripted_node: ScriptedNode, tmp_path: Path
 ) -> None:
-    key, file = new_key(), tmp_path / "keys.toml"
+    key = new_key()
+    file = tmp_path / "keys.toml"
     file.write_text(key_entry("alice", key))
     flags = ["--decode", scripted_node.address, "--api-keys", str(file)]
     with router_process(tokenizer_dir, flags) as router, client_of(router) as client:
@@ -116,7 +117,8 @@ def test_requests_appear_in_rates_and_history(client: httpx.Client, scripted_nod
 
     def all_appear() -> bool:
         report = look(client, epoch=before.epoch, second=seen)
-        traffic, history = report.now.traffic, report.history
+        traffic = report.now.traffic
+        history = report.history
         assert not history.seconds or history.seconds[0] > seen
         rates = (traffic.request_rate, traffic.failure_rate, traffic.output_token_rate, traffic.outcomes.get("ok"))
         sums = (sum(history.requests), sum(history.failures), sum(history.output_tokens))

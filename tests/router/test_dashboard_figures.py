@@ -30,11 +30,11 @@ def test_quantile_is_exact_to_a_fine_bucket(values: list[float], share: float) -
     histogram = FastHistogram("x", "", BOUNDS)
     for value in values:
         histogram.observe(value)
-    found = quantile(histogram.fine_bounds, histogram.counts, share)
+    estimate = quantile(histogram.fine_bounds, histogram.counts, share)
     exact = sorted(values)[max(0, -int(-share * len(values) // 1) - 1)]
-    assert found is not None
-    assert found / exact < 10 ** (1 / 8) * 1.001 or found <= 0.001
-    assert exact / found < 10 ** (1 / 8) * 1.001 or exact <= 0.001
+    assert estimate is not None
+    assert estimate / exact < 10 ** (1 / 8) * 1.001 or estimate <= 0.001
+    assert exact / estimate < 10 ** (1 / 8) * 1.001 or exact <= 0.001
 
 
 def test_quantiles_without_samples_and_beyond_all_bounds() -> None:
@@ -103,7 +103,8 @@ def test_history_ends_with_the_latest_figures_and_bursts_make_no_teeth() -> None
     for second in range(100):
         ended = 6 * (second // 3)
         log.add(second, sample(second, ended, 8 * second, (0, ended, second)))
-        traffic, history = log.traffic(), log.history()
+        traffic = log.traffic()
+        history = log.history()
         latest = (history.requests[-1], history.failures[-1], history.output_tokens[-1])
         assert latest == (traffic.request_rate, traffic.failure_rate, traffic.output_token_rate)
         assert (history.ttft_p50[-1], history.ttft_p99[-1]) == (traffic.ttft.p50, traffic.ttft.p99)
@@ -143,7 +144,8 @@ def test_every_counter_in_use_is_documented() -> None:
 
 
 def test_two_status_samples_give_rates() -> None:
-    history, exposed = NodeHistory(), ExposedLatency()
+    history = NodeHistory()
+    exposed = ExposedLatency()
     for second in range(21):
         exposed.add(second, history.add(parse_status(second, "e", status(2 * second, handoffs=second))))
     stats = history.stats()
@@ -178,7 +180,7 @@ def test_connections_of_prefill_nodes_are_shown_while_they_pull() -> None:
         Reader("prefill", "idle", reading(0, "a:2")),
     ]
     handoffs, connections = live_reads(readers, {"a:1": "p", "a:2": "d"}, ExposedLatency().quantiles())
-    assert [(each.prefill, each.decode) for each in connections] == [("d", "p"), ("p", "d")]
+    assert [(connection.prefill, connection.decode) for connection in connections] == [("d", "p"), ("p", "d")]
     assert handoffs is not None
     assert handoffs.byte_rate == pytest.approx(1e9), "pulls are no handoffs"
     assert live_reads(readers[1:], {}, ExposedLatency().quantiles())[0] is None

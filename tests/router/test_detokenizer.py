@@ -24,9 +24,9 @@ def pieces(backend: tokenizers.Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 def token_id(token: str) -> int:
-    found = BYTE_LEVEL.token_to_id(token)
-    assert found is not None, token
-    return found
+    number = BYTE_LEVEL.token_to_id(token)
+    assert number is not None, token
+    return number
 
 
 def ids_of(backend: tokenizers.Tokenizer) -> st.SearchStrategy[list[int]]:

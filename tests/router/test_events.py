@@ -52,9 +52,9 @@ def test_event_without_a_kind_has_no_line_for_it() -> None:
 
 def test_batches_have_all_events_in_order() -> None:
     events = [event for text in TEXTS for event in large(text)]
-    found = list(batches(events))
-    assert [event for batch in found for event in batch] == events
-    assert all(sum(len(event.data) for event in batch[:-1]) < 64 * 1024 for batch in found)
+    sent = list(batches(events))
+    assert [event for batch in sent for event in batch] == events
+    assert all(sum(len(event.data) for event in batch[:-1]) < 64 * 1024 for batch in sent)
 
 
 def test_both_writers_send_the_same_events() -> None:

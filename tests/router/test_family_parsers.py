@@ -226,9 +226,9 @@ def test_broken_output_loses_no_text_and_does_not_depend_on_splits(family: str, 
     assert parse(parser_of(family), cut(text, cuts)) == whole == parse(parser_of(family), list(text))
     if not whole.calls:
         assert whole.content == text
-    found = whole.content + "".join(call.arguments for call in whole.calls)
-    assert sorted(filter(str.isdigit, found)) == sorted(filter(str.isdigit, text))
-    assert found.count("🙂") == text.count("🙂")
+    kept = whole.content + "".join(call.arguments for call in whole.calls)
+    assert sorted(filter(str.isdigit, kept)) == sorted(filter(str.isdigit, text))
+    assert kept.count("🙂") == text.count("🙂")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -236,8 +236,8 @@ def test_output_cut_anywhere_keeps_what_was_written(family: str) -> None:
     text = written(family, "", [("write", {"path": "12345", "lines": [6, 7], "text": "89"})])
     for end in range(len(text)):
         message = parse(parser_of(family), [text[:end]])
-        found = message.content + "".join(call.arguments for call in message.calls)
-        assert list(filter(str.isdigit, found)) == list(filter(str.isdigit, text[:end]))
+        kept = message.content + "".join(call.arguments for call in message.calls)
+        assert list(filter(str.isdigit, kept)) == list(filter(str.isdigit, text[:end]))
         for call in message.calls:
             assert call.arguments != "{}", "a call that is cut off does not look complete"
 

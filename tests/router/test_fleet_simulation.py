@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import cycle, pairwise
 
 import pytest
-from fleet_simulation import BURSTS, Figures, Simulation, poisson, shift, split
-from simulated_node import Job
+from fleet_loads import BURSTS, Figures, poisson, shift
 
+from cli.virtual_fleet.fleet import Simulation, split
+from cli.virtual_fleet.jobs import Job
 from pdserve.request_cost import LinearCost
 from router.fleet.policy import Placement
 
@@ -20,9 +21,9 @@ def test_each_burst_is_served_nearly_as_by_the_best_fixed_split(nodes: int, spli
     elastic = shift(["both"] * nodes, 6.0)
     fixed = [shift(split(prefill, nodes), 6.0) for prefill in splits]
     for phase in range(len(BURSTS)):
-        found = elastic.phases[phase]
-        assert found.duration <= NEAR * min(each.phases[phase].duration for each in fixed)
-        assert found.requests >= max(each.phases[phase].requests for each in fixed) / NEAR
+        burst = elastic.phases[phase]
+        assert burst.duration <= NEAR * min(fleet.phases[phase].duration for fleet in fixed)
+        assert burst.requests >= max(fleet.phases[phase].requests for fleet in fixed) / NEAR
 
 
 def leaning(simulation: Simulation, since: int) -> list[set[int]]:
@@ -33,7 +34,8 @@ def leaning(simulation: Simulation, since: int) -> list[set[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("routers", [1, 2])
 def test_roles_stay_under_constant_load(routers: int) -> None:
-    simulation, jobs = Simulation(["both"] * 8, routers=routers), poisson(80.0, 20.0, 2000, 200)
+    simulation = Simulation(["both"] * 8, routers=routers)
+    jobs = poisson(80.0, 20.0, 2000, 200)
     simulation.run(jobs)
     changes = [len(before ^ after) for before, after in pairwise(leaning(simulation, since=5))]
     assert sum(changes) <= 0.1 * 8 * len(changes)

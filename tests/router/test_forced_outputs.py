@@ -66,14 +66,15 @@ class Writer:
 
     def write(self, grammar: Grammar, chance: random.Random) -> list[int] | None:
         """Return the tokens of a walk to the end of the grammar; None if that does not come soon."""
-        matcher, tokens = grammar.matcher(), list[int]()
+        matcher = grammar.matcher()
+        tokens = list[int]()
         while len(tokens) < LONGEST:
             bits = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
             allowed: list[int] = np.flatnonzero(bits[: len(self._texts)]).tolist()
             if self.eos in allowed and (len(allowed) == 1 or chance.random() < 0.5):
                 return tokens
             allowed = [token for token in allowed if token != self.eos]
-            closing = [each for each in allowed if each in self._markers or set(self._texts[each]) <= CLOSING]
+            closing = [token for token in allowed if token in self._markers or set(self._texts[token]) <= CLOSING]
             token = chance.choice(closing if closing and chance.random() < 0.5 else allowed)
             matcher.consume([token])
             tokens.append(token)
@@ -93,22 +94,25 @@ def parse(parser: OutputParser, texts: list[str]) -> Message:
 
 def pieces(backend: Tokenizer, tokens: list[int]) -> list[str]:
     """Return the text token by token, as a stream has it: a token that ends amid a character adds nothing yet."""
-    texts, known = [], ""
+    texts = []
+    sent = ""
     for end in range(1, len(tokens) + 1):
         text = backend.decode(tokens[:end], skip_special_tokens=False)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            texts.append(text[len(known) :])
-            known = text
+            texts.append(text[len(sent) :])
+            sent = text
     return texts
 
 
 @pytest.mark.parametrize("added", [False, True], ids=["texts", "added tokens"])
 @pytest.mark.parametrize("family", TOOL_PARSERS)
 def test_forced_outputs_are_read_alike_whole_and_in_pieces(family: str, added: bool) -> None:
-    writer, chance, form = WRITERS[added], random.Random(family), TOOL_PARSERS[family]
+    writer = WRITERS[added]
+    chance = random.Random(family)
+    form = TOOL_PARSERS[family]
     use = tool_use(TOOLS, "auto", True)
     grammar = Grammar(form.grammar(use, writer.marker, Frame(alone=True), Budget()), writer.vocabulary)
-    found: dict[str, int] = dict.fromkeys(SCHEMAS, 0)
+    num_calls: dict[str, int] = dict.fromkeys(SCHEMAS, 0)
     for _ in range(WALKS):
         tokens = writer.write(grammar, chance)
         if tokens is None:
@@ -120,7 +124,7 @@ def test_forced_outputs_are_read_alike_whole_and_in_pieces(family: str, added: b
         assert not whole.content.strip(), text
         for call in whole.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-            found[call.name] += 1
+            num_calls[call.name] += 1
         assert parse(form.parser(typed_values(use.schemas), True), streamed) == whole, text
         assert parse(form.parser(typed_values(use.schemas), True), list(text)) == whole, text
-    assert min(found.values()) >= 2, found
+    assert min(num_calls.values()) >= 2, num_calls

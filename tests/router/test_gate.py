@@ -103,8 +103,8 @@ def lingering(http: httpx.Client, name: str) -> Iterator[None]:
 
 def metric(http: httpx.Client, series: str) -> float:
     text = http.get("/metrics", headers=headers("alice")).text
-    found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+    match = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
+    return float(match[1]) if match else 0.0
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,8 @@ REFUSED = {
 def sample(grammar: Grammar, rng: random.Random) -> str:
     """Return a random output; after some tokens, one that ends soon."""
     matcher = grammar.matcher()
-    text, patience = "", rng.randint(0, 16)
+    text = ""
+    patience = rng.randint(0, 16)
     for count in itertools.count():
         assert count < 600, f"the output does not end: {text}"
         mask = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
@@ -240,7 +241,7 @@ def sample(grammar: Grammar, rng: random.Random) -> str:
         elif count > patience:
             usual = rng.choice(USUAL)
             allowed = [token_id for token_id in allowed if TEXTS[token_id] in usual] or allowed
-        token_id = rng.choice([each for each in allowed if each in PLAIN] or allowed)
+        token_id = rng.choice([plain for plain in allowed if plain in PLAIN] or allowed)
         if token_id == EOS:
             return text
         matcher.consume([token_id])
@@ -256,10 +257,10 @@ def _matches(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[
 def without_nullable(schema: Any) -> Any:
     """Return a schema of OpenAPI 3.0 as one that jsonschema knows."""
     if isinstance(schema, list):
-        return [without_nullable(each) for each in schema]
+        return [without_nullable(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    rest = {name: without_nullable(each) for name, each in schema.items() if name != "nullable"}
+    rest = {name: without_nullable(value) for name, value in schema.items() if name != "nullable"}
     return {"anyOf": [rest, {"type": "null"}]} if schema.get("nullable") is True else rest
 
 
@@ -299,13 +300,13 @@ def test_schemas_of_pydantic_are_held(vocabulary: GrammarVocabulary) -> None:
 
 
 def test_schemas_of_zod_are_held_or_refused(vocabulary: GrammarVocabulary) -> None:
-    for each in ZOD:
-        hold_or_refuse(vocabulary, each["name"], each["schema"], outputs=1)
+    for entry in ZOD:
+        hold_or_refuse(vocabulary, entry["name"], entry["schema"], outputs=1)
 
 
 @pytest.mark.slow
 def test_many_outputs_follow_generated_schemas(vocabulary: GrammarVocabulary) -> None:
-    every = [*pydantic_schemas(WRAPPERS, models=200), *((each["name"], each["schema"]) for each in ZOD)]
+    every = [*pydantic_schemas(WRAPPERS, models=200), *((entry["name"], entry["schema"]) for entry in ZOD)]
     for name, schema in every:
         hold_or_refuse(vocabulary, name, schema, outputs=8)
 

@@ -50,11 +50,11 @@ def sampled(scripted_node: ScriptedNode, client: httpx.Client, path: str, body: 
     answer = client.post(path, json={**body, "cache_salt": "defaults"})
     assert answer.status_code == 200, answer.text
     sampling = scripted_node.seen["defaults"].message.sampling
-    found = {name: getattr(sampling, name) for name in (*NO_DEFAULTS, "max_tokens")}
+    values = {name: getattr(sampling, name) for name in (*NO_DEFAULTS, "max_tokens")}
     if path == "/v1/responses":
-        assert answer.json()["temperature"] == found["temperature"]
-        assert answer.json()["top_p"] == found["top_p"]
-    return found
+        assert answer.json()["temperature"] == values["temperature"]
+        assert answer.json()["top_p"] == values["top_p"]
+    return values
 
 
 @pytest.mark.parametrize(
@@ -73,20 +73,20 @@ def test_absent_parameters_are_the_models(
     usual_length: int | None,
 ) -> None:
     source, client = served
-    found = sampled(scripted_node, client, path, body)
-    length = found.pop("max_tokens")
+    values = sampled(scripted_node, client, path, body)
+    length = values.pop("max_tokens")
     if source == "auto":
-        assert found == MODEL_DEFAULTS
+        assert values == MODEL_DEFAULTS
         assert length == 32
     else:
-        assert found == NO_DEFAULTS
+        assert values == NO_DEFAULTS
         assert length == usual_length if usual_length else length > 900  # the rest of the context of 1,000
 
 
 def test_a_request_overrides_each_default(served: tuple[str, httpx.Client], scripted_node: ScriptedNode) -> None:
     given = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 40}
-    found = sampled(scripted_node, served[1], "/v1/chat/completions", {**CHAT, **given})
-    assert found == {**given, "top_k": 0}
+    values = sampled(scripted_node, served[1], "/v1/chat/completions", {**CHAT, **given})
+    assert values == {**given, "top_k": 0}
 
 
 def test_max_length_counts_the_prompt(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
 
 
 def parse(texts: Sequence[str], **how: Any) -> Message:
-    parser, builder = HarmonyParser(["f", "g"], **how), MessageBuilder()
+    parser = HarmonyParser(["f", "g"], **how)
+    builder = MessageBuilder()
     for text in texts:
         builder.add(parser.push(text))
     builder.add(parser.flush())
@@ -67,9 +68,9 @@ def parse(texts: Sequence[str], **how: Any) -> Message:
 )
 def test_messages_are_read_by_channel(text: str, reasoning: str, content: str, calls: list[tuple[str, str]]) -> None:
     for texts in ([text], list(text)):
-        found = parse(texts)
-        assert (found.reasoning, found.content) == (reasoning, content)
-        assert [(call.name, call.arguments) for call in found.calls] == calls
+        message = parse(texts)
+        assert (message.reasoning, message.content) == (reasoning, content)
+        assert [(call.name, call.arguments) for call in message.calls] == calls
 
 
 def test_calls_are_read_as_the_template_writes_them() -> None:
@@ -83,9 +84,9 @@ def test_calls_are_read_as_the_template_writes_them() -> None:
     text = TEMPLATE.render(RenderRequest(messages=messages, tools=tools, add_generation_prompt=False))
     prompt = TEMPLATE.render(RenderRequest(messages=messages[:1], tools=tools))
     assert text.startswith(prompt)
-    found = parse([text.removeprefix(prompt)])
-    assert (found.reasoning, found.content) == ("First f.", "")
-    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [("f", arguments)]
+    message = parse([text.removeprefix(prompt)])
+    assert (message.reasoning, message.content) == ("First f.", "")
+    assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [("f", arguments)]
 
 
 def test_family_is_detected_in_its_template_and_by_the_names_of_peers() -> None:
@@ -101,7 +102,8 @@ def test_plain_chat_is_parsed_and_a_continued_one_goes_on_with_its_answer() -> N
         state = parsers.state_after("<|start|>assistant" if continued is None else "…He", continued)
         parsing = select_parsing(ToolUse(), parsers, state, include_reasoning=True)
         assert parsing is not None
-        builder, parser = MessageBuilder(), parsing.new_parser()
+        builder = MessageBuilder()
+        parser = parsing.new_parser()
         builder.add([*parser.push(text), *parser.flush()])
         assert builder.message().content == ("Hello" if continued is None else "llo")
 
@@ -125,9 +127,9 @@ def test_broken_output_loses_no_text_and_does_not_depend_on_splits(text: str, cu
     parts = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
     whole = parse([text])
     assert parse(parts) == whole == parse(list(text))
-    found = whole.reasoning + whole.content + "".join(call.arguments for call in whole.calls)
+    written = whole.reasoning + whole.content + "".join(call.arguments for call in whole.calls)
     for character in "456789🙂":
-        assert found.count(character) == text.count(character)
+        assert written.count(character) == text.count(character)
 
 
 # ---------------------------------------------------------------- grammars

@@ -40,7 +40,9 @@ class HttpsRouter:
 
 @contextmanager
 def https_router(model_dir: Path, node: ScriptedNode, *flags: str, files: int | None = None) -> Iterator[HttpsRouter]:
-    ca, cert, key = trustme.CA(), model_dir / "cert.pem", model_dir / "key.pem"
+    ca = trustme.CA()
+    cert = model_dir / "cert.pem"
+    key = model_dir / "key.pem"
     write_https(cert, key, ca)
     flags = ("--decode", node.address, "--tls-cert", str(cert), "--tls-key", str(key), *flags)
     with router_process(model_dir, flags, files=files) as process:
@@ -70,9 +72,9 @@ def test_honest_client_is_served_beside_1500_unfinished_handshakes(
                 assert router.get("/health").status_code == 200
         for _ in range(10):
             assert router.get("/health").status_code == 200
-        found = router.metrics()
-        assert found["pdserve_connections"] <= 768 + 1
-        assert found["pdserve_evicted_connections_total"] >= 1500 - 768
+        counts = router.metrics()
+        assert counts["pdserve_connections"] <= 768 + 1
+        assert counts["pdserve_evicted_connections_total"] >= 1500 - 768
 
 
 def test_longest_idle_connections_are_closed_whether_or_not_they_have_shaken_hands(limited: HttpsRouter) -> None:

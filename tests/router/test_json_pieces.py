@@ -78,7 +78,8 @@ tokens = st.lists(
 
 @given(st.lists(tokens, max_size=3), st.integers(0, 3))
 def test_tables_encode_like_their_tokens(tokenizer: Tokenizer, parts: list[list[TokenLogprob]], num_top: int) -> None:
-    names, tables = TokenNames(tokenizer), [LogprobTable() for _ in parts]
+    names = TokenNames(tokenizer)
+    tables = [LogprobTable() for _ in parts]
     for table, part in zip(tables, parts, strict=True):
         for token in part:
             table.add(token)

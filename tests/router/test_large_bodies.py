@@ -31,7 +31,9 @@ from router.metrics import RouterMetrics
 from router.text import json_bounds
 from router.text.json_bounds import SMALL_BYTES, check_json
 
-COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 
 
 def chat(**fields: Any) -> bytes:

@@ -32,11 +32,11 @@ PATTERNS = [
 @settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from([*"abcPTWD19.@A-+ ", "P1", "T2S", "ab", "a@b"]), max_size=6).map("".join))
 def test_rewritten_patterns_match_the_same_texts(pattern: str, text: str) -> None:
-    found = without_look_ahead(pattern, Budget())
-    assert found is not None
-    as_python = [re.sub(r"\\x\{([0-9A-F]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", each) for each in found]
+    rewritten = without_look_ahead(pattern, Budget())
+    assert rewritten is not None
+    as_python = [re.sub(r"\\x\{([0-9A-F]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", part) for part in rewritten]
     expected = re.search(pattern.replace("(?<first>", "(?P<first>"), text, re.ASCII)
-    assert all(re.search(each, text) for each in as_python) == bool(expected)
+    assert all(re.search(part, text) for part in as_python) == bool(expected)
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,10 @@ def routers(nodes: tuple[ScriptedNode, VectorNode], reading_dir: Path) -> Iterat
 
     with asyncio.Runner() as runner:
         context = start()
-        found = Routers(runner, *runner.run(context.__aenter__()))
+        started = Routers(runner, *runner.run(context.__aenter__()))
         for path in BODIES:  # builds the objects that later requests reuse
-            found.post(path, next(BODIES[path](100))[1])
-        yield found
+            started.post(path, next(BODIES[path](100))[1])
+        yield started
         runner.run(context.__aexit__(None, None, None))
 
 

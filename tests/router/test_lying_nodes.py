@@ -26,7 +26,8 @@ OF_REPORTS = lies(pb.NodeReport.DESCRIPTOR)
 OF_OUTPUTS = lies(pb.OutputBatch.DESCRIPTOR)
 OF_STATUS = lies(pb.NodeStatus.DESCRIPTOR)
 
-PROMPT, DECODE = ("load", "throughput", "prompt"), ("load", "throughput", "decode")
+PROMPT = ("load", "throughput", "prompt")
+DECODE = ("load", "throughput", "decode")
 #: Each made a router answer no request, or refuse all of them, although honest nodes were ready.
 OUTSIDE = [
     *(Lie((*PROMPT, "base"), value) for value in (math.nan, math.inf, -1.0, 1e308)),
@@ -108,7 +109,8 @@ class Fleet:
     def tell(self, told: Sequence[Lie]) -> None:
         """Have each liar tell one of the lies, and wait until the router has heard it."""
         for liar, lie in zip(self.liars, told, strict=False):
-            liar.lie, liar.told = lie, 0
+            liar.lie = lie
+            liar.told = 0
         wait_for(lambda: bool(self.live()) and all(liar.told for liar in self.liars[: len(told)]), 20.0)
 
     def live(self) -> dict[str, str]:
@@ -167,7 +169,8 @@ def test_no_wrong_number_of_an_output_harms_requests_of_other_nodes(tokenizer_di
         fleet = Fleet(stack, tokenizer_dir, "decode", 1, timeout=2)
         (liar,) = fleet.liars
         for lie in OF_OUTPUTS:
-            liar.lie, liar.told = lie, 0
+            liar.lie = lie
+            liar.told = 0
             wait_for(lambda: fleet.live()[liar.address] == "ready")
             while not liar.told:
                 answer = fleet.ask(logprobs=1)

@@ -232,12 +232,12 @@ def test_empty_messages_are_empty_texts(content: Any) -> None:
 
 
 def test_blocks_with_text_become_text() -> None:
-    found = [
+    blocks = [
         {"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "C"}]},
         {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}},
     ]
     result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "f"}]}
-    messages = [{"role": "user", "content": [result, *found]}]
+    messages = [{"role": "user", "content": [result, *blocks]}]
     chat = parse_messages(json.dumps({"max_tokens": 1, "messages": messages}).encode()).messages
     assert [message["content"] for message in chat] == ["f", "T\nS\nC\nD"]
 
@@ -264,7 +264,8 @@ def test_image_of_the_newest_turn_is_refused_by_its_place(ask: Any, block: dict[
 
 
 def test_what_the_model_cannot_read_becomes_a_placeholder_with_a_warning(ask: Any) -> None:
-    image, pdf = IMAGE, PDF
+    image = IMAGE
+    pdf = PDF
     call = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
     messages = [
         {"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]},

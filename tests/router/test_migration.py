@@ -88,8 +88,8 @@ def stream(client: httpx.Client, body: dict[str, Any]) -> list[Any]:
 
 def text_of(events: list[Any], choice: int = 0) -> str:
     assert events[-1] == "[DONE]", events[-1]
-    choices = [each for event in events[:-1] for each in event["choices"]]
-    return "".join(each["text"] for each in choices if each["index"] == choice)
+    choices = [choice for event in events[:-1] for choice in event["choices"]]
+    return "".join(entry["text"] for entry in choices if entry["index"] == choice)
 
 
 def saying(token_ids: list[int], then: str | None = "length") -> Script:
@@ -106,7 +106,7 @@ def saying(token_ids: list[int], then: str | None = "length") -> Script:
 
 
 def resumed(conversation: Conversation) -> dict[int, list[int]]:
-    return {each.choice: list(unpack_tokens(each.token_ids)) for each in conversation.message.resume}
+    return {resume.choice: list(unpack_tokens(resume.token_ids)) for resume in conversation.message.resume}
 
 
 def test_prompts_leave_a_node_that_sends_too_many_outputs_in_a_message(nodes: Nodes) -> None:
@@ -127,7 +127,7 @@ def test_prompts_leave_a_stalled_node_only_for_another_one(nodes: Nodes, other: 
     first, second = nodes.all
 
     async def stalling(conversation: Conversation) -> None:
-        node = next(each for each in nodes.all if conversation in each.seen.values())
+        node = next(node for node in nodes.all if conversation in node.seen.values())
         if other == "stuck":
             (second if node is first else first).description.state = "stuck"
             await asyncio.sleep(0.5)  # until the router knows
@@ -142,7 +142,8 @@ def test_prompts_leave_a_stalled_node_only_for_another_one(nodes: Nodes, other: 
         assert text_of(stream(nodes.client, body))
     finally:
         for node in nodes.all:
-            node.description.stalled, node.description.state = False, "ready"
+            node.description.stalled = False
+            node.description.state = "ready"
     assert nodes.metric('pdserve_migrations_total{reason="stalled"}') - before == (other == "ready")
     wait_for(lambda: nodes.metric("pdserve_nodes_ready{") == 2)
 
@@ -153,7 +154,7 @@ def test_prompts_of_a_request_stay_on_a_stalled_node_whose_weights_are_nowhere_e
 
         async def stalling(conversation: Conversation) -> None:
             salt = conversation.message.cache_salt
-            node = next(each for each in nodes.all if salt in each.seen)
+            node = next(node for node in nodes.all if salt in node.seen)
             node.description.stalled = True
             await asyncio.sleep(1.0)
             conversation.token(9, finish="length")
@@ -193,7 +194,8 @@ def test_migrated_prompt_is_scored_again_only_before_its_first_token(nodes: Node
 
 
 VOCABULARY = 506  # vocabulary size of scripted nodes
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def logprobs(logprob: float, top_ids: Sequence[int], top_logprobs: Sequence[float]) -> dict[str, Any]:
@@ -333,14 +335,14 @@ def test_finish_reason_of_a_newer_release_is_length(nodes: Nodes, tokenizer: Tok
         body["max_output_tokens"] = body.pop("max_tokens")
     answer = nodes.client.post(f"/v1/{path}", json=body | prompts[path])
     assert answer.status_code == 200, answer.text
-    found = answer.json()
+    fields = answer.json()
     match path:
         case "responses":
-            assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+            assert fields["incomplete_details"] == {"reason": "max_output_tokens"}
         case "messages":
-            assert (found["content"][0]["text"], found["stop_reason"]) == ("abc", "max_tokens")
+            assert (fields["content"][0]["text"], fields["stop_reason"]) == ("abc", "max_tokens")
         case _:
-            (choice,) = found["choices"]
+            (choice,) = fields["choices"]
             assert choice["finish_reason"] == "length"
             assert (choice.get("text") or choice["message"]["content"]) == "abc"
 

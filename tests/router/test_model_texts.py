@@ -18,7 +18,7 @@ from router.text.chat.strict_tools import Frame, Reasoning
 from router.text.chat.tool_grammar import Marker, after_reasoning, tool_call_grammar
 from router.text.structured.work_budget import Budget
 
-TEXTS = [pytest.param(form, each, id=f"{form}: {each.habit}") for form in FORMATS for each in texts_of(form)]
+TEXTS = [pytest.param(form, text, id=f"{form}: {text.habit}") for form in FORMATS for text in texts_of(form)]
 
 
 def cuts(text: str) -> Iterator[list[str]]:
@@ -34,7 +34,8 @@ def parsed(form: str, text: ModelText, pieces: list[str]) -> Message:
     state = state_of(form, text.opened)
     parsing = select_parsing(use_of(form), parsers_of(form), state, include_reasoning=True)
     assert parsing is not None
-    parser, builder = parsing.new_parser(), MessageBuilder()
+    parser = parsing.new_parser()
+    builder = MessageBuilder()
     for piece in pieces:
         builder.add(parser.push(piece))
     builder.add([] if parsing.forced else parser.flush(finished=text.finish == "stop"))
@@ -57,7 +58,8 @@ def test_client_gets_what_the_model_meant(form: str, text: ModelText) -> None:
     ("form", "added"), [(form, added) for form in FORMATS for added in (False, True) if added or form != "openai"]
 )
 def test_legal_text_is_allowed_by_the_strict_grammar(form: str, added: bool) -> None:
-    backend, parsers = small_tokenizers.byte_level(), parsers_of(form)
+    backend = small_tokenizers.byte_level()
+    parsers = parsers_of(form)
     assert parsers.tools is not None
     assert parsers.reasoning is not None
     if added:

@@ -49,11 +49,11 @@ def fields_of(path: str, form: str) -> dict[str, Any]:
         return {
             "messages": HI,
             "max_tokens": 500,
-            "tools": [{"name": each["name"], "input_schema": each["parameters"]} for each in functions],
+            "tools": [{"name": function["name"], "input_schema": function["parameters"]} for function in functions],
             "tool_choice": kinds[choice] if isinstance(choice, str) else {"type": "tool", "name": "write"},
         }
     if path == "/v1/responses":
-        flat = [{"type": "function", **each, "strict": False} for each in functions]
+        flat = [{"type": "function", **function, "strict": False} for function in functions]
         return {
             "input": HI,
             "tools": flat,
@@ -131,7 +131,8 @@ def test_stop_strings_match_behind_the_reasoning(
     path: str, stream: bool, hidden: bool, model_dir: Path, scripted_node: ScriptedNode
 ) -> None:
     """``hidden``: the reasoning is not returned."""
-    tokenizer, salt = Tokenizer.load(model_dir), f"stop {path} {stream} {hidden}"
+    tokenizer = Tokenizer.load(model_dir)
+    salt = f"stop {path} {stream} {hidden}"
     text = "<think>\nNo STOP here.\n</think>\n\nHello. STOP Not this."
     say(scripted_node, salt, tokenizer.encode(text, add_special_tokens=False), "stop", per_step=1)
     fields = {**fields_of(path, "hermes"), **STOP_FIELDS[path], "model": MODEL, "stream": stream, "cache_salt": salt}

@@ -89,10 +89,10 @@ def test_streams_do_not_move_back(fleet: list[NodeView]) -> None:
     views = {name: msgspec.structs.replace(view, node_id=name) for name, view in zip("abcd", fleet, strict=False)}
     ways = set[tuple[str, str]]()
     for _ in range(500):
-        found = moves(FleetSnapshot("m", tuple(views.values())))
-        if not found:
+        chosen = moves(FleetSnapshot("m", tuple(views.values())))
+        if not chosen:
             return
-        for source, target, count in found:
+        for source, target, count in chosen:
             assert (target, source) not in ways
             ways.add((source, target))
             for name, change in ((source, -count), (target, count)):

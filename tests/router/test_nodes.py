@@ -80,14 +80,16 @@ def pair() -> Iterator[Pair]:
 
 
 def test_unlisted_node_finishes_its_requests(pair: Pair) -> None:
-    first, second = pair.first, pair.second
+    first = pair.first
+    second = pair.second
 
     async def run() -> None:
         nodes = Nodes({}, {MODEL})
         fleet = Fleet(MODEL, nodes, "least-loaded", RouterMetrics())
         nodes.listed("decode", frozenset({first.address}))
         await nodes.wait_until(lambda: nodes.complete and nodes.ready)
-        old, new = Outputs(), Outputs()
+        old = Outputs()
+        new = Outputs()
         call = send(fleet, request(), old)
         assert await old.token() == 1
 
@@ -154,7 +156,8 @@ def test_node_with_both_roles_takes_requests(pair: Pair) -> None:
 
 
 def test_fleet_is_complete_once_handoffs_work(pair: Pair) -> None:
-    prefill, decode = pair.first, pair.second
+    prefill = pair.first
+    decode = pair.second
     prefill.description.role = "prefill"
 
     async def run() -> None:

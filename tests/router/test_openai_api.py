@@ -184,7 +184,8 @@ def test_bias_and_penalties_change_the_output(sdk: openai.OpenAI, tokenizer: Tok
 
 def test_usage_counts_cached_tokens(sdk: openai.OpenAI) -> None:
     prompt = "A prompt that is long enough for several blocks of the prefix cache. " * 4
-    first, second = complete(sdk, prompt).usage, complete(sdk, prompt).usage
+    first = complete(sdk, prompt).usage
+    second = complete(sdk, prompt).usage
     assert second.prompt_tokens == first.prompt_tokens
     assert second.prompt_tokens_details.cached_tokens > 0
 

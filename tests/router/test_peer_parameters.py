@@ -39,7 +39,7 @@ def streamed(client: httpx.Client, path: str, body: dict[str, Any]) -> list[dict
     with client.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         data = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
-    return [json.loads(each)["choices"][0] for each in data]
+    return [json.loads(event)["choices"][0] for event in data]
 
 
 @pytest.fixture
@@ -119,15 +119,15 @@ def test_choice_says_what_stopped_it(
 
 
 def test_bad_words_are_tokenized_alone_and_behind_a_space(sampling: Any, reading_tokenizer: Tokenizer) -> None:
-    found = [list(word.token_ids) for word in sampling(bad_words=["the", " fox"]).bad_words]
+    words = [list(word.token_ids) for word in sampling(bad_words=["the", " fox"]).bad_words]
     texts = ["the", " the", "fox", " fox"]
-    assert found == [reading_tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert words == [reading_tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def test_token_ids_reach_the_node(sampling: Any) -> None:
-    found = sampling(allowed_token_ids=[5, 7, 5], logprobs=1, logprob_token_ids=[9, 8, 9])
-    assert list(found.allowed_token_ids) == [5, 7]
-    assert (found.logprobs, list(found.logprob_token_ids)) == (2, [9, 8])
+    params = sampling(allowed_token_ids=[5, 7, 5], logprobs=1, logprob_token_ids=[9, 8, 9])
+    assert list(params.allowed_token_ids) == [5, 7]
+    assert (params.logprobs, list(params.logprob_token_ids)) == (2, [9, 8])
     assert sampling(logprobs=-1).logprobs == 506, "all tokens"
 
 
@@ -144,11 +144,13 @@ def test_token_ids_reach_the_node(sampling: Any) -> None:
 def test_budget_of_reasoning_counts_from_its_beginning(
     sampling: Any, reading_tokenizer: Tokenizer, fields: dict[str, Any], budget: int, start: str
 ) -> None:
-    found = sampling("/chat/completions" if "messages" in fields else "/completions", **fields, thinking_token_budget=5)
+    params = sampling(
+        "/chat/completions" if "messages" in fields else "/completions", **fields, thinking_token_budget=5
+    )
     end = "</think>" if budget else ""
-    assert found.thinking_token_budget == budget
-    assert list(found.thinking_start_ids) == reading_tokenizer.encode(start, add_special_tokens=False)
-    assert list(found.thinking_end_ids) == reading_tokenizer.encode(end, add_special_tokens=False)
+    assert params.thinking_token_budget == budget
+    assert list(params.thinking_start_ids) == reading_tokenizer.encode(start, add_special_tokens=False)
+    assert list(params.thinking_end_ids) == reading_tokenizer.encode(end, add_special_tokens=False)
     assert not sampling(prompt="Hi", thinking_token_budget=-1).thinking_end_ids
 
 
@@ -158,9 +160,9 @@ def test_a_call_ends_the_budget_of_reasoning(
 ) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     fields = {"messages": ASK, "tools": tools, "tool_choice": choice}
-    found = sampling("/chat/completions", **fields, thinking_token_budget=5)
+    params = sampling("/chat/completions", **fields, thinking_token_budget=5)
     ids = [reading_tokenizer.encode(marker, add_special_tokens=False)] if marker else []
-    assert [list(each.token_ids) for each in found.thinking_call_ids] == ids
+    assert [list(call.token_ids) for call in params.thinking_call_ids] == ids
 
 
 @pytest.mark.parametrize(
@@ -182,8 +184,8 @@ def test_tokens_are_shown_as_their_ids(
 ) -> None:
     async def script(conversation: Conversation) -> None:
         num_top = conversation.message.sampling.logprobs
-        found = pb.TokenLogprobs(logprob=-1.0, top_ids=[70, 80][:num_top], top_logprobs=[-0.5, -2.0][:num_top])
-        conversation.token(75, finish="length", logprobs=found)
+        logprobs = pb.TokenLogprobs(logprob=-1.0, top_ids=[70, 80][:num_top], top_logprobs=[-0.5, -2.0][:num_top])
+        conversation.token(75, finish="length", logprobs=logprobs)
 
     scripted_node.scripts[request.node.name] = script
     shown = {"cache_salt": request.node.name, "return_tokens_as_token_ids": True}

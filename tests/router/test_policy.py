@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
-from pdserve.kv_groups import Windows
+from pdserve.kv.groups import Windows
 from pdserve.request_cost import LinearCost, RequestLoad, StepCosts, settled_shares, time_per_token
 from router.fleet.moves import moves
 from router.fleet.policy import (
@@ -122,7 +122,8 @@ def test_short_prompt_is_handed_off_from_a_busy_decode_node() -> None:
 
 @pytest.mark.parametrize("make", [decode, both])
 def test_node_that_hands_off_all_computes_prompts_only_without_another(make: Callable[..., NodeView]) -> None:
-    node, short = make("d0", hands_off_all=True), PolicyRequest(1)
+    node = make("d0", hands_off_all=True)
+    short = PolicyRequest(1)
     busy = prefill("p0", backlog=1_000_000)
     assert prefix_aware(FleetSnapshot("m", (node, busy)), short) == Placement("d0", "p0")
     assert prefix_aware(FleetSnapshot("m", (node, prefill("p9"))), short) == Placement("d0", None)
@@ -198,14 +199,15 @@ def test_streams_spread_over_all_nodes_once_prompts_queue_up_on_the_first() -> N
 def test_settled_shares_keep_the_work_and_never_decode_slower(
     shares: list[float], streams: int, base: float, slope: float
 ) -> None:
-    decode, nodes = LinearCost(base, slope), len(shares)
-    found = settled_shares(sum(shares), streams, nodes, msgspec.structs.replace(COSTS, decode=decode), itl_target=0.0)
-    assert len(found) == nodes
-    assert sum(found) == pytest.approx(sum(shares))
-    assert found == sorted(found, reverse=True) or min(found) == pytest.approx(max(found))
+    decode = LinearCost(base, slope)
+    nodes = len(shares)
+    settled = settled_shares(sum(shares), streams, nodes, msgspec.structs.replace(COSTS, decode=decode), itl_target=0.0)
+    assert len(settled) == nodes
+    assert sum(settled) == pytest.approx(sum(shares))
+    assert settled == sorted(settled, reverse=True) or min(settled) == pytest.approx(max(settled))
     even = time_per_token(decode, streams / nodes, sum(shares) / nodes)
-    decoding = sum(share == found[-1] for share in found)
-    assert time_per_token(decode, streams / decoding, found[-1]) <= even * (1.0 + 1e-9)
+    decoding = sum(share == settled[-1] for share in settled)
+    assert time_per_token(decode, streams / decoding, settled[-1]) <= even * (1.0 + 1e-9)
 
 
 @given(
@@ -221,10 +223,10 @@ def test_streams_settle_where_they_get_a_token_per_itl_target(
 ) -> None:
     """The target is at least two decode steps."""
     decode = LinearCost(base, slope)
-    found = settled_shares(work, streams, nodes, msgspec.structs.replace(COSTS, decode=decode), target)
-    decoding = sum(share == found[-1] for share in found)
+    settled = settled_shares(work, streams, nodes, msgspec.structs.replace(COSTS, decode=decode), target)
+    decoding = sum(share == settled[-1] for share in settled)
     step = decode.at(streams / decoding)
-    assert step / (1.0 - found[-1]) <= max(target, 2.0 * step) * (1.0 + 1e-9)
+    assert step / (1.0 - settled[-1]) <= max(target, 2.0 * step) * (1.0 + 1e-9)
 
 
 def test_more_nodes_than_needed_compute_prompts_while_streams_are_few() -> None:
@@ -356,7 +358,8 @@ def test_free_prefill_node_pulls_from_a_busy_one() -> None:
 
 def test_options_of_a_trace_have_what_was_chosen_and_the_same_without_a_pull() -> None:
     nodes = (decode("d0", requests=60, decoding=60), reading_prefill("p0", "d0"))
-    snapshot, ask = FleetSnapshot("m", nodes), PolicyRequest(12_000, {"d0": 11_008})
+    snapshot = FleetSnapshot("m", nodes)
+    ask = PolicyRequest(12_000, {"d0": 11_008})
     chosen = prefix_aware(snapshot, ask)
     options = compared_options(snapshot, ask, chosen)
     assert (options[0].decode, options[0].prefill, options[0].source) == (chosen.decode, chosen.prefill, chosen.source)
@@ -494,7 +497,8 @@ def test_pulls_are_from_connected_nodes_that_have_more(snapshot: FleetSnapshot, 
         assert placement.source_tokens == 0
         return
     nodes = {node.node_id: node for node in snapshot.nodes}
-    reader, source = nodes[placement.prefill or placement.decode], nodes[placement.source]
+    reader = nodes[placement.prefill or placement.decode]
+    source = nodes[placement.source]
     assert ask.may_hand_off
     assert reader.reads_from(source)
     assert (source.ready, source.stalled, source.model) == (True, False, "m")

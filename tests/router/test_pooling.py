@@ -121,7 +121,7 @@ def test_all_forms_of_input_give_the_same_vectors(http: httpx.Client, tokenizer:
     ids = [tokenizer.encode(text) for text in texts]
     want = [expected(tokenizer, text) for text in texts]
     for given in (texts, ids):
-        assert [each["embedding"] for each in post(http, "/v1/embeddings", input=given)["data"]] == want
+        assert [item["embedding"] for item in post(http, "/v1/embeddings", input=given)["data"]] == want
     assert post(http, "/v1/embeddings", input=ids[1])["data"][0]["embedding"] == want[1]
 
 
@@ -141,10 +141,10 @@ def test_sdk_gets_a_thousand_vectors_from_both_nodes(
     texts = [f"text {index} " * (1 + index % 7) for index in range(1000)]
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as sdk:
         for encoding in ("float", "base64"):
-            found = sdk.embeddings.create(model=MODEL, input=texts, encoding_format=encoding)
-            assert [each.index for each in found.data] == list(range(1000))
-            for text, each in zip(texts, found.data, strict=True):
-                values: Any = each.embedding
+            answer = sdk.embeddings.create(model=MODEL, input=texts, encoding_format=encoding)
+            assert [item.index for item in answer.data] == list(range(1000))
+            for text, item in zip(texts, answer.data, strict=True):
+                values: Any = item.embedding
                 if isinstance(values, str):
                     values = np.frombuffer(base64.b64decode(values), "<f4").tolist()
                 assert values == expected(tokenizer, text)
@@ -156,9 +156,9 @@ def test_sdk_gets_a_thousand_vectors_from_both_nodes(
 
 def test_truncation_keeps_the_last_tokens(http: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a long text")
-    found = post(http, "/v1/embeddings", input="a long text", truncate_prompt_tokens=3)
-    assert found["data"][0]["embedding"] == vector_of(ids[-3:], SIZE).tolist()
-    assert found["usage"]["prompt_tokens"] == 3
+    answer = post(http, "/v1/embeddings", input="a long text", truncate_prompt_tokens=3)
+    assert answer["data"][0]["embedding"] == vector_of(ids[-3:], SIZE).tolist()
+    assert answer["usage"]["prompt_tokens"] == 3
     assert post(http, "/v1/embeddings", input="y" * 1500, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 1000
 
 
@@ -184,8 +184,8 @@ def test_truncation_keeps_the_last_tokens(http: httpx.Client, tokenizer: Tokeniz
 def test_bad_embedding_request_names_its_field(
     http: httpx.Client, body: dict[str, Any], message: str, param: str
 ) -> None:
-    found, field = refused(http, "/v1/embeddings", **body)
-    assert message in found
+    problem, field = refused(http, "/v1/embeddings", **body)
+    assert message in problem
     assert field == param
 
 
@@ -219,20 +219,20 @@ def test_score_of_an_embedding_model_is_the_cosine(http: httpx.Client, tokenizer
     ]
     for body in bodies:
         for path in ("/score", "/v1/score"):
-            found = post(http, path, **body)
-            assert [each["score"] for each in found["data"]] == pytest.approx(want)
+            answer = post(http, path, **body)
+            assert [item["score"] for item in answer["data"]] == pytest.approx(want)
     pairs = post(http, "/score", text_1=["a", "b"], text_2=["b", "b"])["data"]
-    assert [each["score"] for each in pairs] == pytest.approx([want[0], 1.0])
+    assert [item["score"] for item in pairs] == pytest.approx([want[0], 1.0])
 
 
 def test_ranking_is_sorted(http: httpx.Client, tokenizer: Tokenizer) -> None:
     documents = [f"document {index}" for index in range(20)]
     want = sorted(((cosine(tokenizer, "a", text), text) for text in documents), reverse=True)
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        found = post(http, path, query="a", documents=documents, top_n=3)
-        assert [each["document"]["text"] for each in found["results"]] == [text for _, text in want[:3]]
-        assert [each["relevance_score"] for each in found["results"]] == pytest.approx([s for s, _ in want[:3]])
-        assert all(documents[each["index"]] == each["document"]["text"] for each in found["results"])
+        answer = post(http, path, query="a", documents=documents, top_n=3)
+        assert [item["document"]["text"] for item in answer["results"]] == [text for _, text in want[:3]]
+        assert [item["relevance_score"] for item in answer["results"]] == pytest.approx([s for s, _ in want[:3]])
+        assert all(documents[item["index"]] == item["document"]["text"] for item in answer["results"])
     objects = [{"text": text} for text in documents]
     plain = post(http, "/rerank", query="a", documents=objects, return_documents=False)["results"]
     assert len(plain) == 20
@@ -258,10 +258,10 @@ def test_bad_pairs_are_refused(http: httpx.Client, path: str, body: dict[str, An
 
 def test_reranker_sees_its_prompt_form(scorer: httpx.Client, tokenizer: Tokenizer) -> None:
     for instruction in (None, "Judge"):
-        found = post(scorer, "/v1/score", queries="q", documents=["d", "e"], instruction=instruction)["data"]
-        for each, document in zip(found, ["d", "e"], strict=True):
+        scores = post(scorer, "/v1/score", queries="q", documents=["d", "e"], instruction=instruction)["data"]
+        for score, document in zip(scores, ["d", "e"], strict=True):
             text = RERANKER_PROMPT.format(instruction=instruction or DEFAULT_INSTRUCTION, query="q", document=document)
-            assert each["score"] == pytest.approx(float(vector_of(tokenizer.encode(text), 1)[0]))
+            assert score["score"] == pytest.approx(float(vector_of(tokenizer.encode(text), 1)[0]))
     assert (
         "task 'classify', not 'embed'; use /v1/score or /v1/rerank" in refused(scorer, "/v1/embeddings", input="a")[0]
     )
@@ -270,12 +270,12 @@ def test_reranker_sees_its_prompt_form(scorer: httpx.Client, tokenizer: Tokenize
 def test_documents_are_cut(scorer: httpx.Client, tokenizer: Tokenizer) -> None:
     document = "one two three four"
     kept = tokenizer.decode(tokenizer.encode(document, add_special_tokens=False)[:5])
-    found = [
+    scores = [
         post(scorer, "/v1/rerank", query="q", documents=[text], **fields)["results"][0]["relevance_score"]
         for text, fields in ((document, {"max_tokens_per_doc": 5}), (kept, {}), (document, {"max_tokens_per_doc": 500}))
     ]
     assert len(kept) < len(document)
-    assert found[0] == found[1] != found[2]
+    assert scores[0] == scores[1] != scores[2]
 
 
 # ------------------------------------------------------------ failures
@@ -291,7 +291,7 @@ def test_killed_node_leaves_exact_answers(http: httpx.Client, nodes: list[Vector
         wait_for(lambda: len(nodes[1].calls) > seen)
         nodes[1].stop()
         data = answer.result()["data"]
-    assert [each["embedding"] for each in data] == [expected(tokenizer, text) for text in texts]
+    assert [item["embedding"] for item in data] == [expected(tokenizer, text) for text in texts]
     assert metric(http, "pdserve_migrations_total") > moved
     nodes[1].do(nodes[1].released.set)
     nodes[1].start()
@@ -301,7 +301,8 @@ def test_killed_node_leaves_exact_answers(http: httpx.Client, nodes: list[Vector
 def test_stalled_node_gives_its_prompts_to_another(http: httpx.Client, nodes: list[VectorNode]) -> None:
     node = nodes[1]
     node.do(node.released.clear)
-    seen, cancelled = len(node.calls), node.cancelled
+    seen = len(node.calls)
+    cancelled = node.cancelled
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(post, http, "/v1/embeddings", input=[f"stalled {index}" for index in range(400)])
         wait_for(lambda: len(node.calls) > seen)
@@ -333,13 +334,15 @@ def test_a_node_that_describes_itself_wrongly_leaves_exact_answers(
     field: str, value: int, http: httpx.Client, nodes: list[VectorNode], tokenizer: Tokenizer
 ) -> None:
     described = nodes[0].description.pooling if field == "size" else nodes[0].description
-    before, reports = getattr(described, field), nodes[0].reports
+    before = getattr(described, field)
+    reports = nodes[0].reports
     setattr(described, field, value)
     try:
         wait_for(lambda: nodes[0].reports > reports + 1)
         for number in range(4):
             for size in (SIZE, 8):
-                text, fields = f"{field} {value} {number}", {} if size == SIZE else {"dimensions": size}
+                text = f"{field} {value} {number}"
+                fields = {} if size == SIZE else {"dimensions": size}
                 answer = post(http, "/v1/embeddings", input=text, **fields)
                 assert answer["data"][0]["embedding"] == expected(tokenizer, text, size)
     finally:
@@ -355,8 +358,8 @@ def test_answer_has_vectors_of_the_version_that_it_names(
         answer = post(http, "/v1/embeddings", input=texts)
         weights = answer["system_fingerprint"].removeprefix("fp_")
         assert weights in ("v1", "v2")
-        found = [each["embedding"] for each in answer["data"]]
-        assert found == [expected(tokenizer, text, weights=weights) for text in texts]
+        vectors = [item["embedding"] for item in answer["data"]]
+        assert vectors == [expected(tokenizer, text, weights=weights) for text in texts]
     ranking = post(http, "/v1/rerank", query="text 1", documents=texts)
     assert ranking["results"][0]["index"] == 1, "vectors of another version are unlike"
     assert ranking["system_fingerprint"] in ("fp_v1", "fp_v2")
@@ -386,7 +389,7 @@ def test_request_begins_again_when_its_version_is_gone(
             node.do(node.released.set)
         data = answer.result()
     assert data["system_fingerprint"] == f"fp_{weights}"
-    assert [each["embedding"] for each in data["data"]] == [
+    assert [item["embedding"] for item in data["data"]] == [
         expected(tokenizer, text, weights=weights) for text in texts
     ]
     if lost:
@@ -412,7 +415,8 @@ def test_full_nodes_are_tried_again_and_errors_of_requests_are_final(
 
 def test_texts_that_end_two_engines_are_not_tried_again(http: httpx.Client, nodes: list[VectorNode]) -> None:
     crash = (grpc.StatusCode.ABORTED, "the engine ended")
-    nodes[0].failures, nodes[1].failures = [crash], []
+    nodes[0].failures = [crash]
+    nodes[1].failures = []
     assert post(http, "/v1/embeddings", input=["a"] * 4)["data"]
     for node in nodes:
         node.failures = [crash, crash]
@@ -462,7 +466,8 @@ def test_vector_of_another_size_is_a_node_error(tokenizer_dir: Path) -> None:
 
 
 def test_keys_limits_and_salts_hold_for_pooling(tokenizer_dir: Path, tmp_path: Path, nodes: list[VectorNode]) -> None:
-    alice, slow = new_key(), new_key()
+    alice = new_key()
+    slow = new_key()
     keys = tmp_path / "keys.toml"
     limits = {"alice": "best_priority = 5\n", "slow": "tokens_per_minute = 5\n"}
     keys.write_text("".join(key_entry(name, key) + limits[name] for name, key in (("alice", alice), ("slow", slow))))

@@ -17,13 +17,13 @@ CHANGE = st.tuples(st.integers(0, 3), st.lists(HASHES, max_size=8), st.lists(HAS
 
 def length(chain: list[int], have: set[int], mask: int) -> int:
     """Leading blocks that a node certainly holds when it reports a sample of its blocks."""
-    found = 0
+    count = 0
     for index, block_hash in enumerate(chain, 1):
         if not block_hash & mask:
             if block_hash not in have:
                 break
-            found = index
-    return found
+            count = index
+    return count
 
 
 @given(st.lists(CHANGE, max_size=30), st.lists(HASHES, unique=True), st.integers(0, 3), st.sampled_from([0, 1]))
@@ -45,15 +45,16 @@ def test_index_matches_the_blocks_of_each_node(
     ]
     assert len(index.holders) == len(set().union(*have))
     expected = [length(chain, hashes, node.sample_mask) for node, hashes in zip(nodes, have, strict=True)]
-    found = index.match(chain, [node for position, node in enumerate(nodes) if position != gone])
-    assert [0 if position == gone else found.get(node, 0) for position, node in enumerate(nodes)] == [
+    matches = index.match(chain, [node for position, node in enumerate(nodes) if position != gone])
+    assert [0 if position == gone else matches.get(node, 0) for position, node in enumerate(nodes)] == [
         0 if position == gone else count for position, count in enumerate(expected)
     ]
 
 
 def test_bits_are_reused_and_lists_stay_short() -> None:
     index = PrefixIndex()
-    first, second = index.open(0), index.open(0)
+    first = index.open(0)
+    second = index.open(0)
     first.change([1, 2], [])
     index.close(first)
     third = index.open(0)

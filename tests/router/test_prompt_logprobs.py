@@ -52,8 +52,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def post(client: httpx.Client, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     answer = client.post(path, json={"temperature": 0, "ignore_eos": True, **body})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    fields: dict[str, Any] = answer.json()
+    return fields
 
 
 def own(expected: Any, token_ids: list[int]) -> list[float]:
@@ -145,12 +145,12 @@ def test_prompt_logprobs_of_completions(client: httpx.Client, expected: Any, tok
         prompt = prompts[index // 2]
         first, *others = choice["prompt_logprobs"]
         assert first is None
-        for token_id, found, logprobs in zip(prompt[1:], others, expected(prompt), strict=True):
+        for token_id, entries, logprobs in zip(prompt[1:], others, expected(prompt), strict=True):
             best = logprobs.topk(3).indices.tolist()
-            assert set(found) == {str(id) for id in (token_id, *best)}
-            assert [found[str(id)]["rank"] for id in best] == [1, 2, 3]
-            assert found[str(token_id)]["rank"] == 1 + int((logprobs > logprobs[token_id]).sum())
-            for id, entry in found.items():
+            assert set(entries) == {str(id) for id in (token_id, *best)}
+            assert [entries[str(id)]["rank"] for id in best] == [1, 2, 3]
+            assert entries[str(token_id)]["rank"] == 1 + int((logprobs > logprobs[token_id]).sum())
+            for id, entry in entries.items():
                 assert entry["logprob"] == pytest.approx(logprobs[int(id)].item(), abs=1e-4)
                 assert entry["decoded_token"] == tokenizer.token_bytes(int(id)).decode(errors="replace")
 

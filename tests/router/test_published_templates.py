@@ -53,7 +53,8 @@ def rendered(template: ChatTemplate, messages: list[Any], generate: bool) -> str
 
 def output(template: ChatTemplate, message: dict[str, Any]) -> tuple[str, str]:
     """Return a prompt and the output that makes the message, as the template writes it."""
-    prompt, text = rendered(template, [USER], True), rendered(template, [USER, message], False)
+    prompt = rendered(template, [USER], True)
+    text = rendered(template, [USER, message], False)
     differing = (at for at, (one, other) in enumerate(zip(prompt, text, strict=False)) if one != other)
     written = text[next(differing, len(prompt)) :]
     ends = [at for end in ENDS if (at := written.rfind(end)) > 0]

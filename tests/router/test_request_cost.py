@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulated_node import H100
 
+from cli.virtual_fleet.cards import H100
 from pdserve.config.simulated_costs import StepTokens
 from pdserve.request_cost import (
     DELAY_WEIGHT,
@@ -63,7 +63,8 @@ def test_idle_node_begins_a_prompt_at_once() -> None:
 # ------------------------------------------------------------ pulls of an 8B model: 131,072 bytes per token
 
 COMPUTE = 40e-6  # seconds per token
-TOKENS, BLOCK = 20_000, 16
+TOKENS = 20_000
+BLOCK = 16
 
 
 def over(gbits: float) -> StepCosts:
@@ -141,7 +142,8 @@ def test_split_pulls_at_least_a_token() -> None:
 )
 def test_read_from_disk_is_split_where_it_takes_about_as_long_as_to_compute(speed: float, share: float | None) -> None:
     """``speed`` in GB/s, of a disk or host memory; ``share`` is that of the time to compute all tokens."""
-    compute, load = 1 / 30_000, LinearCost(0.0, 131_072 / (speed * 1e9))
+    compute = 1 / 30_000
+    load = LinearCost(0.0, 131_072 / (speed * 1e9))
     plan = plan_split(load, TOKENS, compute=compute, pace=Pace(), block=BLOCK)
     assert (plan is None) == (share is None)
     if plan is not None:

@@ -106,8 +106,8 @@ def test_item_is_read_without_the_others(open_database: Callable[..., ResponseDa
     items = encode_items([message("one", id="1"), message("two", id="2"), message("three", id="3")])
     damaged = b"#" * items.places[0].end + items.data[items.places[0].end : items.places[1].end]
     put_items(database, StoredItems(damaged + b"#" * (len(items.data) - len(damaged)), items.places))
-    _, found = find_conversation(database, "a", None, ["2"])
-    assert found["2"]["content"] == [{"type": "input_text", "text": "two"}]
+    _, by_id = find_conversation(database, "a", None, ["2"])
+    assert by_id["2"]["content"] == [{"type": "input_text", "text": "two"}]
 
 
 @pytest.mark.parametrize(

@@ -119,14 +119,14 @@ def test_responses_and_events_have_all_fields_of_the_schemas(reading_router: Rou
     for event in events[:-1]:
         TypeAdapter[Any](ResponseStreamEvent).validate_json(event.partition("data: ")[2])
     completed = json.loads(events[-2].partition("data: ")[2])["response"]
-    for each in (response, completed):
-        Response.model_validate(each)
-        assert each.keys() >= REQUIRED
-        assert each["tools"] == [
+    for fields in (response, completed):
+        Response.model_validate(fields)
+        assert fields.keys() >= REQUIRED
+        assert fields["tools"] == [
             {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
         ]
-        assert {name: each[name] for name in ECHOED} == ECHOED
-        assert each["service_tier"] == "default"
+        assert {name: fields[name] for name in ECHOED} == ECHOED
+        assert fields["service_tier"] == "default"
 
 
 def test_allowed_tools_are_the_only_tools(

@@ -58,26 +58,26 @@ def events(opened: ClientConnection, message: dict[str, Any] | str | bytes | Non
     """Send a message, if any; return the events of the next response, or its error."""
     if message is not None:
         opened.send(json.dumps(message) if isinstance(message, dict) else message, text=True)
-    found: list[dict[str, Any]] = []
-    while not found or found[-1]["type"] not in LAST:
-        found.append(json.loads(opened.recv(timeout=patience(20))))
-    return found
+    received: list[dict[str, Any]] = []
+    while not received or received[-1]["type"] not in LAST:
+        received.append(json.loads(opened.recv(timeout=patience(20))))
+    return received
 
 
 async def events_over_tls(opened: TlsConnection, message: str) -> list[dict[str, Any]]:
     """``events`` of the asyncio client: threads may not share a TLS connection before Python 3.13."""
     await opened.send(message)
-    found: list[dict[str, Any]] = []
-    while not found or found[-1]["type"] not in LAST:
-        found.append(json.loads(await asyncio.wait_for(opened.recv(), 20)))
-    return found
+    received: list[dict[str, Any]] = []
+    while not received or received[-1]["type"] not in LAST:
+        received.append(json.loads(await asyncio.wait_for(opened.recv(), 20)))
+    return received
 
 
-def text_of(found: list[dict[str, Any]]) -> str:
-    assert found[-1]["type"] == "response.completed", found[-1]
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    text = "".join(event["delta"] for event in found if event["type"] == "response.output_text.delta")
-    assert found[-1]["response"]["output"][-1]["content"][0]["text"] == text
+def text_of(received: list[dict[str, Any]]) -> str:
+    assert received[-1]["type"] == "response.completed", received[-1]
+    assert [event["sequence_number"] for event in received] == list(range(len(received)))
+    text = "".join(event["delta"] for event in received if event["type"] == "response.output_text.delta")
+    assert received[-1]["response"]["output"][-1]["content"][0]["text"] == text
     return text
 
 
@@ -146,9 +146,9 @@ def test_messages_sent_at_once_are_answered_in_order(reading_router: RouterProce
         message = json.dumps(say("text"))
         for _ in range(4):
             opened.send(message)
-        found = [events(opened) for _ in range(4)]
-    assert [text_of(each) for each in found] == ["text"] * 4
-    assert len({each[-1]["response"]["id"] for each in found}) == 4
+        answers = [events(opened) for _ in range(4)]
+    assert [text_of(answer) for answer in answers] == ["text"] * 4
+    assert len({answer[-1]["response"]["id"] for answer in answers}) == 4
 
 
 def test_client_that_leaves_cancels_its_response(
@@ -191,7 +191,8 @@ def test_other_paths_and_other_pages_are_refused(reading_router: RouterProcess) 
 def test_keys_limits_and_drain(
     reading_dir: Path, reading_tokenizer: Tokenizer, scripted_node: ScriptedNode, tmp_path: Path
 ) -> None:
-    key, limited = new_key(), new_key()
+    key = new_key()
+    limited = new_key()
     entries = key_entry("alice", key) + key_entry("limited", limited) + "requests_per_minute = 1\n"
     (tmp_path / "keys.toml").write_text(entries)
     goes_on = asyncio.Event()
@@ -224,15 +225,18 @@ def test_keys_limits_and_drain(
             wait_for(lambda: _refuses(router, headers))
             scripted_node.do(goes_on.set)
             assert events(opened)[-1]["type"] == "response.incomplete"
-            for each in (opened, idle):
+            for connection in (opened, idle):
                 with pytest.raises(ConnectionClosed) as closed:
-                    each.recv(timeout=patience(20))
+                    connection.recv(timeout=patience(20))
                 assert closed.value.rcvd is not None
                 assert closed.value.rcvd.code == 1012
 
 
 def test_turns_over_tls(reading_dir: Path, scripted_node: ScriptedNode, say: Say, tmp_path: Path) -> None:
-    ca, cert, key, trust = trustme.CA(), tmp_path / "cert.pem", tmp_path / "key.pem", ssl.create_default_context()
+    ca = trustme.CA()
+    cert = tmp_path / "cert.pem"
+    key = tmp_path / "key.pem"
+    trust = ssl.create_default_context()
     write_https(cert, key, ca)
     ca.configure_trust(trust)
     flags = ["--decode", scripted_node.address, "--tls-cert", str(cert), "--tls-key", str(key)]

@@ -50,7 +50,8 @@ def test_requests_leave_a_stream_that_is_not_read_any_more() -> None:
     async def run() -> None:
         async with open_channel(node.address) as channel:
             stream = ServeStream(channel, "d", max_request=request_limit(1000), on_change=lambda: None)
-            waiting, failing = Handler(), Handler(broken=True)
+            waiting = Handler()
+            failing = Handler(broken=True)
             stream.generate(pb.Generate(cache_salt="wait"), waiting)
             stream.generate(pb.Generate(cache_salt="fail"), failing)
             async with asyncio.timeout(20.0):

@@ -228,7 +228,8 @@ def test_docs_page_describes_every_path_without_scripts(client: httpx.Client) ->
 
 
 def test_docs_page_has_an_example_of_each_operation_that_fits_its_schema(client: httpx.Client) -> None:
-    page, document = client.get("/docs").text, client.get("/openapi.json").json()
+    page = client.get("/docs").text
+    document = client.get("/openapi.json").json()
     for path, methods in document["paths"].items():
         assert f" http://127.0.0.1:8000{path.replace('{id}', 'ID')}" in page
         for operation in methods.values():

@@ -35,9 +35,9 @@ def run(stops: list[str], pieces: list[str]) -> tuple[list[str], str]:
 def reference(stops: list[str], text: str) -> tuple[str, str]:
     """The first prefix of the text that ends in a stop string, without its longest one; that stop string."""
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            longest = max(found, key=len)
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            longest = max(ended, key=len)
             return text[: end - len(longest)], longest
     return text, ""
 
@@ -47,8 +47,8 @@ def reference(stops: list[str], text: str) -> tuple[str, str]:
 def test_result_is_independent_of_the_split(stops: list[str], text: str, cuts: list[int]) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     parts = [text[a:b] for a, b in itertools.pairwise(edges)]
-    sent, found = run(stops, parts)
-    assert ("".join(sent), found) == reference(stops, text)
+    sent, stop = run(stops, parts)
+    assert ("".join(sent), stop) == reference(stops, text)
 
 
 @given(stop_lists, letters, letters)
@@ -115,7 +115,8 @@ def test_stop_strings_with_the_same_beginning() -> None:
     assert run(["ab", "abc", "b"], ["xab"]) == (["x"], "ab")
 
 
-THINK, OPENED = Thinking("<think>", "</think>"), Thinking("<think>", "</think>", opened=True)
+THINK = Thinking("<think>", "</think>")
+OPENED = Thinking("<think>", "</think>", opened=True)
 READERS: dict[str, Callable[[], Reasoned]] = {
     "begins": lambda: ReasoningParser(THINK),
     "opened": lambda: ReasoningParser(OPENED),
@@ -123,7 +124,8 @@ READERS: dict[str, Callable[[], Reasoned]] = {
     "channels": lambda: HarmonyParser(["f"]),
 }
 CALL = '<tool_call>{"name": "f"}</tool_call>'
-ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 
 @pytest.mark.parametrize(
@@ -145,13 +147,14 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|start|>assistant<|channel
 def test_stop_strings_match_behind_the_reasoning(reader: str, text: str, sent: str | None) -> None:
     for pieces in ([text], list(text), [text[:9], text[9:20], text[20:]]):
         matcher = LateStopMatcher(StopStrings(["STOP"]), READERS[reader]())
-        found, stopped = "", False
+        passed = ""
+        stopped = False
         for piece in pieces:
             new, stopped = matcher.push(piece)
-            found += new
+            passed += new
             if stopped:
                 break
-        assert found + ("" if stopped else matcher.flush()) == (text if sent is None else sent)
+        assert passed + ("" if stopped else matcher.flush()) == (text if sent is None else sent)
         assert stopped == (sent not in (None, text))
 
 

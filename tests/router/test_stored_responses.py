@@ -52,7 +52,8 @@ class Speech:
     """The node's output in one test: a first text at once, the rest after ``finish``."""
 
     def __init__(self, node: ScriptedNode, tokenizer: Tokenizer, salt: str) -> None:
-        self._node, self._tokenizer = node, tokenizer
+        self._node = node
+        self._tokenizer = tokenizer
         self._salt = Client(name="alice", tenant="alice").cache_salt(salt)
         self._goes_on = asyncio.Event()
         self.fields: dict[str, Any] = {"model": MODEL, "extra_body": {"cache_salt": salt}}

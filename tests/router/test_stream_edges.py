@@ -211,7 +211,8 @@ def test_request_is_paused_while_its_client_does_not_read(
     """Tokens under way still arrive, and the client gets all of them."""
     token_id = tokenizer.encode("a")[0]
     logprobs = pb.TokenLogprobs(logprob=-1.0, top_ids=[token_id] * 20, top_logprobs=[-1.0] * 20)  # some 2 KB of JSON
-    num_sent, was_paused = 0, asyncio.Event()
+    num_sent = 0
+    was_paused = asyncio.Event()
 
     async def script(conversation: Conversation) -> None:
         nonlocal num_sent
@@ -353,7 +354,8 @@ def test_sampling_parameters_reach_the_node(
 
 def test_logprobs_of_completions_and_chats(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     smile = tokenizer.encode("🙂", add_special_tokens=False)
-    top_ids, top_logprobs = [smile[0], 7], [-0.5, float("-inf")]
+    top_ids = [smile[0], 7]
+    top_logprobs = [-0.5, float("-inf")]
 
     async def script(conversation: Conversation) -> None:
         num_top = conversation.message.sampling.logprobs
@@ -479,8 +481,8 @@ def test_tokenizer_without_byte_table_streams(tmp_path: Path, scripted_node: Scr
 def test_ended_choices_are_counted_by_their_reason(client: httpx.Client, play: Any, tokenizer: Tokenizer) -> None:
     def counted() -> dict[str, float]:
         lines = client.get("/metrics").text.splitlines()
-        found = [line for line in lines if line.startswith("vllm:request_success_total{")]
-        return {reason: float(line.split()[-1]) for line in found for reason in ("stop", "length") if reason in line}
+        series = [line for line in lines if line.startswith("vllm:request_success_total{")]
+        return {reason: float(line.split()[-1]) for line in series for reason in ("stop", "length") if reason in line}
 
     before = counted()
     body = play(saying(tokenizer.encode("abSTOP")))

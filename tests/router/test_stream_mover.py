@@ -36,7 +36,8 @@ def pair() -> Iterator[list[ScriptedNode]]:
 
 @asynccontextmanager
 async def served(pair: list[ScriptedNode]) -> AsyncIterator[tuple[Fleet, Nodes, RouterMetrics]]:
-    nodes, metrics = Nodes({}, {MODEL}), RouterMetrics()
+    nodes = Nodes({}, {MODEL})
+    metrics = RouterMetrics()
     fleet = Fleet(MODEL, nodes, "least-loaded", metrics)
     nodes.listed("both", frozenset(node.address for node in pair))
     try:

@@ -167,9 +167,9 @@ def test_deepest_grammar_fits_the_stack(vocabulary: GrammarVocabulary) -> None:
     depth = 6000
     chain = "start: r0\n" + "".join(f'r{i}: r{i + 1} "x"\n' for i in range(depth)) + f'r{depth}: "a"\n'
     assert len(chain) < MAX_BYTES
-    found: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
-    start_thread(lambda: found.put(Grammar(chain, vocabulary)), "deep")
-    assert found.get(timeout=patience(60)).first_mask
+    grammars: queue.SimpleQueue[Grammar] = queue.SimpleQueue()
+    start_thread(lambda: grammars.put(Grammar(chain, vocabulary)), "deep")
+    assert grammars.get(timeout=patience(60)).first_mask
 
 
 def test_slow_grammar_is_refused_and_the_next_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_grammars_of_a_client_leave_a_process_to_others() -> None:
             ended.append(client)
 
         slow = [ask("busy", OutputGrammar(f"{ebnf}#{number}", "guided_grammar", is_ebnf=True)) for number in range(12)]
-        tasks = [asyncio.create_task(each) for each in [*slow, ask("quiet", quick)]]
+        tasks = [asyncio.create_task(question) for question in [*slow, ask("quiet", quick)]]
         await asyncio.gather(*tasks)
 
     ask(questions)

@@ -208,7 +208,8 @@ ADD: Any = {
     "strict": True,
 }
 STRICT = [{"type": "function", "function": ADD}, STOP]
-GOOD, WRONG = '{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "arguments": {"b": 1}}'
+GOOD = '{"name": "add", "arguments": {"a": 1}}'
+WRONG = '{"name": "add", "arguments": {"b": 1}}'
 FREE = '{"name": "stop", "arguments": {"b": 1}}'  # not strict
 
 
@@ -316,7 +317,8 @@ def test_strict_functions_are_called_by_their_schema(
         backend.add_tokens([AddedToken(text, special=False) for text in TAGS])
         allowed = [*allowed, '[TOOL_CALLS]add[CALL_ID]x1[ARGS]{"a": 1}'] if family == "mistral" else allowed
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
-    form, use = TOOL_PARSERS[family], tool_use(STRICT, "auto", True)
+    form = TOOL_PARSERS[family]
+    use = tool_use(STRICT, "auto", True)
     grammar = form.grammar(
         use, lambda text: Marker(text, backend.token_to_id(text) if added else None), Frame(), Budget()
     )
@@ -368,7 +370,8 @@ def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two:
         for text in (call, two, call.replace('{"a": 1}', '{"b": 1}').replace("add", "sing"))
     )
     for parallel in (True, False):
-        use, form = tool_use(STRICT, "auto", parallel), TOOL_PARSERS[family]
+        use = tool_use(STRICT, "auto", parallel)
+        form = TOOL_PARSERS[family]
         calls = form.grammar(
             use,
             lambda text: Marker(text, backend.token_to_id(text) if added else None),
@@ -376,11 +379,11 @@ def test_output_is_calls_or_an_answer_by_the_schema(family: str, call: str, two:
             Budget(),
         )
         grammar = calls_or_answer(calls, json_schema_grammar(ANSWER, Budget()))
-        found = {
+        verdicts = {
             text: allows(vocabulary, grammar, text, backend)
             for text in (call, two, '{"sum": 3}', wrong, '{"sum": "3"}', "Hi", f"Hi {call}", f'{call}{{"sum": 3}}', "")
         }
-        assert [text for text, allowed in found.items() if allowed] == [
+        assert [text for text, allowed in verdicts.items() if allowed] == [
             call,
             *([two] if parallel else []),
             '{"sum": 3}',
@@ -423,7 +426,8 @@ def test_model_may_call_a_tool_or_answer_by_the_format(
         assert response.status_code == 200, response.text
         return response.text
 
-    call, answer = f"<tool_call>{GOOD}</tool_call>", '{"sum": 3}'
+    call = f"<tool_call>{GOOD}</tool_call>"
+    answer = '{"sum": 3}'
     called = ask(call)
     assert '"add"' in called
     assert "tool_call" in called or "function_call" in called or "tool_use" in called
@@ -484,7 +488,8 @@ TEXTS: Any = {
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32"])
 def test_arguments_as_texts_follow_the_schema(vocabulary: GrammarVocabulary, family: str) -> None:
-    use, form = tool_use([{"type": "function", "function": TEXTS}], "auto", True), TOOL_PARSERS[family]
+    use = tool_use([{"type": "function", "function": TEXTS}], "auto", True)
+    form = TOOL_PARSERS[family]
     grammar = form.grammar(use, Marker, Frame(alone=True), Budget())
 
     def called(**arguments: str) -> str:
@@ -527,7 +532,8 @@ def test_strings_may_hold_an_end_tag_that_the_parser_reads_as_text(
     family: str, end: str, behind: str, added: bool
 ) -> None:
     """Where a tag that may follow does follow, the value ends: then the rest has to follow the schema."""
-    backend, form = small_tokenizers.byte_level(), TOOL_PARSERS[family]
+    backend = small_tokenizers.byte_level()
+    form = TOOL_PARSERS[family]
     if added:
         backend.add_tokens([AddedToken(text, special=False) for text in TAGS])
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])
@@ -575,7 +581,8 @@ REASONED: list[tuple[str, str, str]] = [
 def test_calls_in_the_reasoning_follow_their_schema(
     family: str, right: str, wrong: str, added: bool, alone: bool
 ) -> None:
-    backend, form = small_tokenizers.byte_level(), TOOL_PARSERS[family]
+    backend = small_tokenizers.byte_level()
+    form = TOOL_PARSERS[family]
     if added:
         backend.add_tokens([AddedToken(text, special=False) for text in (*TAGS, "<think>", "</think>")])
     vocabulary = GrammarVocabulary(backend.to_str(), eos_token_ids=[EOS])

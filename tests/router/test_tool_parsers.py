@@ -96,11 +96,11 @@ FOUND: list[tuple[str, str, str | None, list[tuple[str, str]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("parser", "text", "content", "found"), FOUND)
-def test_tool_parser_finds_calls(parser: str, text: str, content: str | None, found: list[tuple[str, str]]) -> None:
+@pytest.mark.parametrize(("parser", "text", "content", "wanted"), FOUND)
+def test_tool_parser_finds_calls(parser: str, text: str, content: str | None, wanted: list[tuple[str, str]]) -> None:
     for texts in ([text], list(text)):
         message = parse(PARSERS[parser](), texts)
-        assert calls(message) == found
+        assert calls(message) == wanted
         assert message.content == (text if content is None else content)
 
 

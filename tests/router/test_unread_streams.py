@@ -24,7 +24,8 @@ from uvicorn.server import ServerState
 from pdserve.http.connections import BUFFER_BYTES, BoundedConnection, ConnectionLimit, listen
 
 NUM_STREAMS = 40
-EVENT, NUM_EVENTS = b"x" * 200, 20_000
+EVENT = b"x" * 200
+NUM_EVENTS = 20_000
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -59,16 +60,19 @@ def test_unread_streams_hold_no_more_than_documented(tokenizer_dir: Path, script
         before = process.memory_info().rss
         for _ in range(NUM_STREAMS):
             stack.enter_context(ask(router, "talk"))
-        wait_for(lambda: sum(each.paused for each in conversations) == NUM_STREAMS, 60.0)
+        wait_for(lambda: sum(conversation.paused for conversation in conversations) == NUM_STREAMS, 60.0)
         held = (process.memory_info().rss - before) / NUM_STREAMS
         assert held < 1.5 * (40 + 64 + 64) * 1024
 
 
 def contexts_in(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return a server's and a client's."""
-    ca, cert, key = trustme.CA(), folder / "cert.pem", folder / "key.pem"
+    ca = trustme.CA()
+    cert = folder / "cert.pem"
+    key = folder / "key.pem"
     write_https(cert, key, ca)
-    server, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    client = ssl.create_default_context()
     server.load_cert_chain(cert, key)
     ca.configure_trust(client)
     return server, client

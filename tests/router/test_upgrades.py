@@ -56,10 +56,12 @@ class Server:
             await send({"type": "websocket.accept"})
             await send({"type": "websocket.close"})
             return
-        body, more = b"", True
+        body = b""
+        more = True
         while more:
             message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
         self.seen.append((scope["method"], scope["path"], body))
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"begin", "more_body": True})

@@ -7,11 +7,12 @@ from router.dialect.wake import Wake
 
 def test_wake_ends_waits_before_and_after_it_is_set() -> None:
     async def use() -> list[str]:
-        wake, found = Wake(), list[str]()
+        wake = Wake()
+        order = list[str]()
 
         async def wait(name: str) -> None:
             await wake.wait()
-            found.append(name)
+            order.append(name)
 
         cancelled = asyncio.create_task(wait("cancelled"))
         await asyncio.sleep(0)
@@ -29,6 +30,6 @@ def test_wake_ends_waits_before_and_after_it_is_set() -> None:
         assert not again.done()
         wake.set()
         await again
-        return found
+        return order
 
     assert asyncio.run(use()) == ["before", "after", "again"]

@@ -82,8 +82,8 @@ async def clients_of(server: Server) -> AsyncIterator[Callable[[], Coroutine[Any
         async with asyncio.timeout(3 * SECONDS):
             yield client
     finally:
-        for each in opened:
-            each.transport.abort()
+        for connection in opened:
+            connection.transport.abort()
         listener.close()
 
 

@@ -145,7 +145,8 @@ def _spend_all(budget: Budget) -> None:
 
 def test_a_long_conversion_delays_no_other_request() -> None:
     """The conversion's thread holds no lock that the event loop needs."""
-    begun, ended = threading.Event(), threading.Event()
+    begun = threading.Event()
+    ended = threading.Event()
 
     def long(budget: Budget) -> str:
         budget.spend(INLINE_WORK + 1)

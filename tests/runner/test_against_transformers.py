@@ -223,7 +223,8 @@ def test_tokens_and_logprobs_equal_transformers(case: str, tmp_path: Path, build
     assert [sequence.output for sequence in whole] == expected
     if "dynamic" not in case:  # dynamic RoPE: one pass over all tokens is another function
         for sequence in whole:
-            ours, theirs = logprobs_of(sequence), reference_logprobs(reference, sequence)
+            ours = logprobs_of(sequence)
+            theirs = reference_logprobs(reference, sequence)
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
             chosen = [sample.logprobs.logprob for sample in sequence.samples if sample.logprobs is not None]
             assert chosen == pytest.approx(theirs.gather(1, torch.tensor([sequence.output]).T)[:, 0].tolist(), abs=2e-4)

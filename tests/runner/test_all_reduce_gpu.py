@@ -38,9 +38,9 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
 
     def exchange(mine: bytes) -> list[bytes]:
-        found = [torch.zeros(len(mine), dtype=torch.uint8) for _ in range(world)]
-        dist.all_gather(found, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        return [bytes(handle.tolist()) for handle in found]
+        handles = [torch.zeros(len(mine), dtype=torch.uint8) for _ in range(world)]
+        dist.all_gather(handles, torch.frombuffer(bytearray(mine), dtype=torch.uint8))
+        return [bytes(handle.tolist()) for handle in handles]
 
     try:
         for size in SIZES:
@@ -51,7 +51,8 @@ def _run(rank: int, world: int, port: int, results: multiprocessing.Queue[tuple[
                 rows = ROWS[round_number % len(ROWS)]
                 parts = [_parts(r, rows, size, round_number) for r in range(world)]
                 exact = torch.stack(parts).float().sum(0)
-                residual, weight = _parts(99, rows, size, round_number).cuda(), _parts(98, 1, size, 0)[0].cuda()
+                residual = _parts(99, rows, size, round_number).cuda()
+                weight = _parts(98, 1, size, 0)[0].cuda()
                 total = (exact + residual.cpu().float()).to(torch.bfloat16)
                 normed = reduce(parts[rank].cuda(), residual, weight, 1e-6)
                 torch.testing.assert_close(residual.cpu(), total, rtol=1e-2, atol=1e-2)

@@ -16,7 +16,7 @@ import torch
 from attention_steps import Inputs, Shape, Side, assert_matches_reference, make_inputs
 from torch import Tensor
 
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,7 +135,8 @@ def test_captured_graphs_are_exact_for_other_lengths(name: str, dtype: torch.dty
     graphs = {rows: capture(side, inputs) for rows, inputs in sizes.items()}
     draw = random.Random(4)
     for seed, rows in enumerate((8, 1, 40, 8, 40, 1)):
-        inputs, longest = sizes[rows], 150 if rows == 40 else (20, 800)[seed % 2]
+        inputs = sizes[rows]
+        longest = 150 if rows == 40 else (20, 800)[seed % 2]
         inputs.fill([(draw.randrange(longest), 1) for _ in range(draw.randrange(rows) + 1)], seed)
         side.reset()
         side.backend.plan(inputs.batch, graph=inputs.longest)
@@ -172,7 +173,8 @@ def test_captured_graphs_with_chunks_are_exact_for_other_lengths(name: str, dtyp
 
 @pytest.mark.parametrize(("name", "dtype"), [*TRITON, FLASHINFER])
 def test_chunks_in_graphs_may_be_planned_before_earlier_ones_have_run(name: str, dtype: torch.dtype) -> None:
-    shape, draw = SHAPES["llama-8b"], random.Random(6)
+    shape = SHAPES["llama-8b"]
+    draw = random.Random(6)
     size = [(5, 120), *[(5, 1)] * 8]
     inputs, *steps = (make_inputs(shape, size, "cuda", dtype) for _ in range(7))
     for seed, step in enumerate(steps):
@@ -194,15 +196,15 @@ def test_steps_may_be_planned_before_earlier_ones_have_run(name: str, dtype: tor
 def check_steps_in_flight(side: Side, inputs: Inputs, steps: list[Inputs]) -> None:
     """Plan and replay ``steps`` of one size while the first one waits."""
     graph, outputs = capture(side, inputs)
-    found = []
+    clones = []
     torch.cuda._sleep(1_000_000_000)  # half a second, in which the host gets ahead
     for step in steps:
         side.reset()
         inputs.take(step)
         side.backend.plan(inputs.batch, graph=inputs.longest)
         graph.replay()
-        found.append(([output.clone() for output in outputs], side.cache.tensor.clone()))
-    for step, (results, cache) in zip(steps, found, strict=True):
+        clones.append(([output.clone() for output in outputs], side.cache.tensor.clone()))
+    for step, (results, cache) in zip(steps, clones, strict=True):
         assert_matches_reference(step, results, cache, TOLERANCE[step.dtype])
 
 

@@ -39,7 +39,8 @@ GPU = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 
 def eager(inputs: Inputs, side: Side, q: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """Attend token by token, by the formula in AttentionSpec; [tokens, num_heads * head_dim]."""
-    batch, cache = inputs.batch, side.cache.layers[0].float()
+    batch = inputs.batch
+    cache = side.cache.layers[0].float()
     rows = []
     for row, length in enumerate(batch.seq_lens.tolist()):
         begin, end = batch.query_starts[row : row + 2].tolist()
@@ -100,7 +101,8 @@ def test_store_of_rotated_heads_equals_prepare_and_store(backend: str, dtype: to
         plain.cache.tensor, fused.cache.tensor, atol=2e-2 if dtype != torch.float32 else 1e-6, rtol=1e-6
     )
     tokens = int(inputs.batch.query_starts[-1])
-    out, expected = plain.backend.attend(0, q.contiguous()), fused.backend.attend(0, expected_q)
+    out = plain.backend.attend(0, q.contiguous())
+    expected = fused.backend.attend(0, expected_q)
     torch.testing.assert_close(
         out[:tokens], expected[:tokens], atol=2e-2 if dtype != torch.float32 else 2e-5, rtol=2e-5
     )

@@ -10,7 +10,7 @@ from attention_steps import Shape, Side, assert_matches_reference, make_inputs
 from fast_set import sampled
 from torch import Tensor
 
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,7 +62,7 @@ def test_a_few_tokens_have_larger_tiles_beside_single_ones() -> None:
 @pytest.mark.parametrize("step", ["one", "decodes"])
 def test_padded_rows_store_nothing_and_stay_finite(step: str) -> None:
     outputs = check(SHAPES["windows"], STEPS[step], torch.float32, 2e-5, padding=3)
-    assert all(each.isfinite().all() for each in outputs)
+    assert all(output.isfinite().all() for output in outputs)
 
 
 def check_fp8(backend: str, shape: Shape, sequences: list[tuple[int, int]]) -> None:
@@ -95,10 +95,11 @@ def test_rotated_heads_are_stored_in_fp8(backend: str) -> None:
     k, v = (torch.randn(10, shape.kv_heads, shape.head_dim, device=DEVICE) for _ in range(2))
     side.backend.plan(inputs.batch)
     side.backend.store(0, k, v)
-    pages, rows = inputs.batch.slots // shape.page, inputs.batch.slots % shape.page
+    pages = inputs.batch.slots // shape.page
+    rows = inputs.batch.slots % shape.page
     for plane, (values, scale) in enumerate(((k, 0.02), (v, 0.03))):
-        found = side.cache.layers[0][pages, :, plane, rows]
-        assert torch.equal(found.float(), (values / scale).to(torch.float8_e4m3fn).float())
+        stored = side.cache.layers[0][pages, :, plane, rows]
+        assert torch.equal(stored.float(), (values / scale).to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])

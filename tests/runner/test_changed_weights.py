@@ -35,8 +35,8 @@ def config_of(directory: Path, model: Model, version: str, **parallel: Any) -> N
 
 
 def check_alone(model: Model, version: str, steps: Steps) -> None:
-    found, result = model.changed(steps)
-    ours = generate_alone(config_of(model.directory, model, version), REQUESTS, found)
+    changes, result = model.changed(steps)
+    ours = generate_alone(config_of(model.directory, model, version), REQUESTS, changes)
     assert ours == generate_alone(config_of(result, model, version), REQUESTS)
 
 
@@ -58,10 +58,10 @@ def test_a_patched_and_reloaded_model_on_v2_is_that_of_the_resulting_checkpoint(
 
 @pytest.mark.slow
 def test_weights_that_are_quantized_at_load_are_reloaded_and_not_patched(llama: Model) -> None:
-    found, result = llama.changed([("reload", 2)])
+    changes, result = llama.changed([("reload", 2)])
     before, after = (config_of(path, llama, "V2", quantization="fp8") for path in (llama.directory, result))
     check_same_model(before, result)
-    assert generate_alone(before, REQUESTS, found) == generate_alone(after, REQUESTS)
+    assert generate_alone(before, REQUESTS, changes) == generate_alone(after, REQUESTS)
     name = "model.layers.0.self_attn.q_proj.weight"
     entries = {f"{name}.indices": torch.tensor([0]), f"{name}.values": llama.tensors[name].flatten()[:1]}
     patch = WeightChange(patch=str(write_patch(result / "patch.safetensors", entries)))
@@ -97,16 +97,17 @@ def test_every_changed_model_is_that_of_the_resulting_checkpoint(tmp_path: Path,
 def test_every_changed_model_of_two_ranks_is_that_of_the_resulting_checkpoint(
     tmp_path: Path, name: str, pp: int, tp: int, ep: int
 ) -> None:
-    model, numbers = Model(tmp_path, name), random.Random(name)
+    model = Model(tmp_path, name)
+    numbers = random.Random(name)
     split = {"pp": pp, "tp": tp, "ep": ep}
     with StagedNode(2) as node:
         for version in ("V1", "V1", "V1", "V2"):
             steps = [(numbers.choice(("reload", "patch")), numbers.randrange(1 << 16)) for _ in range(3)]
-            found, result = model.changed(steps)
+            changes, result = model.changed(steps)
             ours, expected = (
-                generate(node.started(config, each), config, REQUESTS)
-                for config, each in (
-                    (config_of(model.directory, model, version, **split), found),
+                generate(node.started(config, weight_changes), config, REQUESTS)
+                for config, weight_changes in (
+                    (config_of(model.directory, model, version, **split), changes),
                     (config_of(result, model, version, **split), ()),
                 )
             )
@@ -124,8 +125,8 @@ def test_a_change_takes_memory_for_one_layer_on_a_cpu(tmp_path: Path, dtype: str
     command = [sys.executable, "bench/reload.py", str(directory), "--rounds", "2", "--share", "0.05", "--device", "cpu"]
     environ = os.environ | {"PYTHONPATH": str(_ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     output = subprocess.run(command, cwd=_ROOT, env=environ, capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"(reload|patch) +(\d+) MiB.*host +(\d+) MiB", output)
-    assert len(found) == 4, output
-    for kind, size, peak in found:  # the values of a small patch are kept
+    lines = re.findall(r"(reload|patch) +(\d+) MiB.*host +(\d+) MiB", output)
+    assert len(lines) == 4, output
+    for kind, size, peak in lines:  # the values of a small patch are kept
         most = 1.2 * largest if kind == "reload" else 1.5 * largest + int(size)  # with places of its values
         assert int(peak) <= most, output

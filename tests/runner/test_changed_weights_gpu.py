@@ -37,10 +37,11 @@ def config_of(directory: Path, version: str, **parallel: Any) -> NodeConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_model_is_that_of_the_resulting_checkpoint(tmp_path: Path, name: str, version: str) -> None:
     """V2 replays graphs that it captured with the old weights."""
-    model, numbers = Model(tmp_path, name, dtype="bfloat16"), random.Random(name)
+    model = Model(tmp_path, name, dtype="bfloat16")
+    numbers = random.Random(name)
     for kinds in (("reload",), ("patch",), ("patch", "reload", "patch", "patch")):
-        found, result = model.changed([(kind, numbers.randrange(1 << 16)) for kind in kinds])
-        ours = generate_alone(config_of(model.directory, version), REQUESTS, found)
+        changes, result = model.changed([(kind, numbers.randrange(1 << 16)) for kind in kinds])
+        ours = generate_alone(config_of(model.directory, version), REQUESTS, changes)
         assert ours == generate_alone(config_of(result, version), REQUESTS)
         if kinds == ("reload",):
             assert ours != generate_alone(config_of(model.directory, version), REQUESTS)
@@ -50,12 +51,12 @@ def test_a_changed_model_is_that_of_the_resulting_checkpoint(tmp_path: Path, nam
 @pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)])
 def test_a_changed_model_of_two_ranks_is_that_of_the_resulting_checkpoint(tmp_path: Path, pp: int, tp: int) -> None:
     model = Model(tmp_path, "qwen3-tied", dtype="bfloat16")
-    found, result = model.changed([("patch", 1), ("reload", 2), ("patch", 3)])
+    changes, result = model.changed([("patch", 1), ("reload", 2), ("patch", 3)])
     with StagedNode(2) as node:
         ours, expected = (
-            generate(node.started(config, each), config, REQUESTS)
-            for config, each in (
-                (config_of(model.directory, "V2", pp=pp, tp=tp), found),
+            generate(node.started(config, weight_changes), config, REQUESTS)
+            for config, weight_changes in (
+                (config_of(model.directory, "V2", pp=pp, tp=tp), changes),
                 (config_of(result, "V2", pp=pp, tp=tp), ()),
             )
         )

@@ -165,7 +165,8 @@ class Base:
     """A checkpoint of a family, as the library saves and computes it."""
 
     def __init__(self, family: str, directory: Path) -> None:
-        self.family, self.directory = family, directory / "base"
+        self.family = family
+        self.directory = directory / "base"
         self.path = make_checkpoint(self.directory, family, num_hidden_layers=NUM_LAYERS)
         self.written = json.loads((self.path / "config.json").read_text())
         self.config = load_model_config(self.path)

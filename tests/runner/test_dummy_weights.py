@@ -57,7 +57,8 @@ def test_equal_seeds_draw_equal_weights() -> None:
 
 
 def test_parts_of_packed_values_are_those_of_the_whole() -> None:
-    whole, part = torch.zeros(4, 6, 2, 16, dtype=torch.uint8), torch.zeros(4, 3, 2, 16, dtype=torch.uint8)
+    whole = torch.zeros(4, 6, 2, 16, dtype=torch.uint8)
+    part = torch.zeros(4, 3, 2, 16, dtype=torch.uint8)
     fill({"x_blocks": whole}, seed=3)
     fill_random({"x_blocks": WeightShard(part, tuple(whole.shape), 1, 3)}, 3)
     assert torch.equal(part, whole[:, 3:])

@@ -34,7 +34,8 @@ def head(target: Path, tmp_path: Path) -> Path:
 
 def rewrite(head: Path, change: Callable[[dict[str, Any], Tensors], object]) -> None:
     """Change config.json and tensors of a head in place."""
-    config, tensors = json.loads((head / "config.json").read_text()), load_file(head / "model.safetensors")
+    config = json.loads((head / "config.json").read_text())
+    tensors = load_file(head / "model.safetensors")
     change(config, tensors)
     (head / "config.json").write_text(json.dumps(config))
     save_file(tensors, head / "model.safetensors")
@@ -42,7 +43,7 @@ def rewrite(head: Path, change: Callable[[dict[str, Any], Tensors], object]) -> 
 
 def as_speculators(config: dict[str, Any], tensors: Tensors) -> None:
     """Write the form of the Speculators library, whose layer ids count hidden states from the embedding on."""
-    ids = [each + 1 for each in config.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]]
+    ids = [layer + 1 for layer in config.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]]
     flags = {name: config.pop(name, False) for name in _FLAGS}
     layer = {name: config.pop(name) for name in list(config) if name not in ("architectures", "draft_vocab_size")}
     config |= {"architectures": ["Eagle3Speculator"], "eagle_aux_hidden_state_layer_ids": ids, **flags}
@@ -75,16 +76,16 @@ def test_each_published_form_makes_the_same_drafts(target: Path, head: Path) -> 
 
 def test_doctor_counts_the_tensors_of_the_head(target: Path, head: Path) -> None:
     tensors = load_file(head / "model.safetensors").keys() - {"t2d"}
-    with_head, without = (check_tensors(node_config(target, draft_head=each)) for each in (head, None))
+    with_head, without = (check_tensors(node_config(target, draft_head=draft_head)) for draft_head in (head, None))
     assert (with_head, without) == (len(tensors) + (without or 0), without)
 
 
 def test_layers_are_those_that_config_names(target: Path, head: Path) -> None:
     def layers(**fields: Any) -> tuple[int, ...]:
         rewrite(head, lambda config, tensors: config.update(fields))
-        found = node_config(target, draft_head=head).model.draft_head
-        assert isinstance(found, Eagle3Config)
-        return found.layers
+        draft_head = node_config(target, draft_head=head).model.draft_head
+        assert isinstance(draft_head, Eagle3Config)
+        return draft_head.layers
 
     assert layers() == (1, 2)
     assert layers(eagle_aux_hidden_state_layer_ids=[0, 3]) == (0, 3)

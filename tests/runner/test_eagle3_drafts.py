@@ -54,7 +54,9 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in list(FLAGS)[1:])])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in list(FLAGS)[1:])]
+)
 def test_drafts_are_those_of_a_plain_loop(family: str, tmp_path: Path) -> None:
     """With chunks of prompts beside decodes, and drafts that cross blocks."""
     target = make_checkpoint(tmp_path / "m", family)
@@ -77,7 +79,8 @@ def test_v2_drafts_are_those_of_a_plain_loop(graphs: bool, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_acceptance_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    target, head = tmp_path / "target", tmp_path / "head"
+    target = tmp_path / "target"
+    head = tmp_path / "head"
     train_target(target, steps=120)
     train(head, STEPS, target=target)
     plain = PlainEagle3.read(head, target)
@@ -89,6 +92,6 @@ def test_acceptance_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     node = DraftedNode(node_config(target, draft_head=head), 1, ModelDrafts)
     answers = run(node, requests)
     loops = [plain_acceptance(plain, prompt, answers[rid, 0].token_ids) for rid, (prompt, _) in enumerate(requests)]
-    made, accepted = (sum(each) for each in zip(*loops, strict=True))
+    made, accepted = (sum(counts) for counts in zip(*loops, strict=True))
     assert accepted > 0.1 * made, "the head has learned too little to tell"
     assert node.num_accepted / node.num_drafts == pytest.approx(accepted / made, abs=0.01)

@@ -33,7 +33,8 @@ from runner.base import BaseModelRunner
 from runner.loading.patches import CheckedPatch
 
 SAMPLING = SamplingParams(1, temperature=0.0, logprobs=20)
-EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 LAST = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -59,7 +60,7 @@ class Serving(NamedTuple):
             with pytest.raises(CheckpointError, match=reason):
                 call(change)
         assert self.runner.has_weights
-        assert [each.samples for each in self.answer()] == [each.samples for each in before]
+        assert [sequence.samples for sequence in self.answer()] == [sequence.samples for sequence in before]
 
 
 def start(directory: Path, **options: Any) -> Serving:
@@ -69,9 +70,9 @@ def start(directory: Path, **options: Any) -> Serving:
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    found = start(make_checkpoint(tmp_path_factory.mktemp("models") / "model", "llama", num_hidden_layers=2))
-    yield found
-    found.runner.close()
+    started = start(make_checkpoint(tmp_path_factory.mktemp("models") / "model", "llama", num_hidden_layers=2))
+    yield started
+    started.runner.close()
 
 
 def indexed(name: str, indices: list[int], dtype: torch.dtype = torch.float32) -> Entries:
@@ -146,9 +147,10 @@ def test_a_checkpoint_that_differs_between_hosts_changes_nothing(tmp_path: Path)
     first, second = (make_checkpoint(tmp_path / str(seed), "llama", num_hidden_layers=1, seed=seed) for seed in (1, 2))
     config = msgspec.structs.replace(node_config(first, num_blocks=32), compat_fields={"weights": "checkpoint"})
     built = runner.build(config, lambda stage, fraction: None)
-    serving, found = Serving(built, Stepper(built), first), weights_hash(with_reload(config, str(first)).compat_fields)
-    serving.refuse(WeightChange(str(second), found), "has other weights on .* than on the host of rank 0")
-    serving.runner.check_weights(WeightChange(str(first), found))
+    serving = Serving(built, Stepper(built), first)
+    digest = weights_hash(with_reload(config, str(first)).compat_fields)
+    serving.refuse(WeightChange(str(second), digest), "has other weights on .* than on the host of rank 0")
+    serving.runner.check_weights(WeightChange(str(first), digest))
 
 
 def test_a_checkpoint_whose_files_are_not_those_digested_changes_nothing(serving: Serving, tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_patch_in_memory_does_not_need_its_file_any_more(serving: Serving, tmp
                 checked.apply(model.weights.groups())
     expected = patched(read_tensors(serving.directory), entries)
     fresh = start(write_checkpoint(tmp_path / "expected", serving.directory, expected))
-    assert [each.samples for each in serving.answer()] == [each.samples for each in fresh.answer()]
+    assert [sequence.samples for sequence in serving.answer()] == [sequence.samples for sequence in fresh.answer()]
     serving.runner.change_weights(WeightChange(str(serving.directory)))
 
 
@@ -239,7 +241,7 @@ def test_a_reload_that_fails_half_way_leaves_no_weights_until_one_succeeds(tmp_p
     serving.runner.change_weights(WeightChange(str(good)))
     again = Serving(serving.runner, Stepper(serving.runner), good)
     again.stepper._next = 100  # the runner has seen the others
-    assert [each.samples for each in again.answer()] == [each.samples for each in expected]
+    assert [sequence.samples for sequence in again.answer()] == [sequence.samples for sequence in expected]
     assert serving.runner.has_weights
 
 
@@ -247,7 +249,8 @@ class FailingReads:
     """Replaces os.preadv: reads fail from a given one on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.first = 0, sys.maxsize  # number of reads so far, and of the first one that fails
+        self.count = 0  # reads so far
+        self.first = sys.maxsize  # number of the first read that fails
         self.truncated = False
         self._preadv = os.preadv
         monkeypatch.setattr(os, "preadv", self)
@@ -265,20 +268,24 @@ def test_a_reload_that_fails_at_any_read_leaves_no_weights_until_one_succeeds(
     serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", num_hidden_layers=2, seed=1)
-    old, reads = serving.answer(), FailingReads(monkeypatch)
+    old = serving.answer()
+    reads = FailingReads(monkeypatch)
     serving.runner.change_weights(WeightChange(str(other)))
-    num_reads, new = reads.count, serving.answer()
+    num_reads = reads.count
+    new = serving.answer()
     assert num_reads > 2 * 7, "each tensor of a layer is read"
     for first in range(num_reads):
         serving.runner.change_weights(WeightChange(str(serving.directory)))
-        reads.count, reads.first, reads.truncated = 0, first, bool(first % 2)
+        reads.count = 0
+        reads.first = first
+        reads.truncated = bool(first % 2)
         with pytest.raises(CheckpointError, match="truncated" if first % 2 else "cannot be read"):
             serving.runner.change_weights(WeightChange(str(other)))
         reads.first = sys.maxsize
         serving.assert_no_weights()
         again, expected = ((other, new), (serving.directory, old))[first % 2]
         serving.runner.change_weights(WeightChange(str(again)))
-        assert [each.samples for each in serving.answer()] == [each.samples for each in expected]
+        assert [sequence.samples for sequence in serving.answer()] == [sequence.samples for sequence in expected]
     serving.runner.change_weights(WeightChange(str(serving.directory)))
 
 
@@ -305,7 +312,8 @@ def test_a_checkpoint_that_changes_after_its_check_leaves_no_weights(
     serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
 ) -> None:
     """All ranks have accepted it when another program writes to it."""
-    other, old = shutil.copytree(serving.directory, tmp_path / "other"), serving.answer()
+    other = shutil.copytree(serving.directory, tmp_path / "other")
+    old = serving.answer()
     assert isinstance(serving.runner, BaseModelRunner)
     with monkeypatch.context() as patch:
         patch.setattr(serving.runner._model, "synchronize", lambda: change(other / "model.safetensors"))
@@ -313,7 +321,7 @@ def test_a_checkpoint_that_changes_after_its_check_leaves_no_weights(
             serving.runner.change_weights(WeightChange(str(other)))
     serving.assert_no_weights()
     serving.runner.change_weights(WeightChange(str(serving.directory)))
-    assert [each.samples for each in serving.answer()] == [each.samples for each in old]
+    assert [sequence.samples for sequence in serving.answer()] == [sequence.samples for sequence in old]
 
 
 def test_quantized_tensors_cannot_be_patched(tmp_path: Path) -> None:
@@ -325,7 +333,7 @@ def test_quantized_tensors_cannot_be_patched(tmp_path: Path) -> None:
     serving.refuse(WeightChange(patch=str(patch)), f"tensor '{name}' is quantized; patches change F32, BF16, F16 only")
     before = serving.answer()
     serving.runner.change_weights(WeightChange(patch=str(write_patch(patch, {f"{NORM}.rows.0": torch.ones(64)}))))
-    assert [each.samples for each in serving.answer()] != [each.samples for each in before]
+    assert [sequence.samples for sequence in serving.answer()] != [sequence.samples for sequence in before]
 
 
 def test_peers_are_offered_what_is_in_memory(tmp_path: Path) -> None:
@@ -338,7 +346,7 @@ def test_peers_are_offered_what_is_in_memory(tmp_path: Path) -> None:
     part = next(part for part in first.parts if ".experts.0.down_proj" in part.name)
     stored = read_tensors(directories[1])[part.name]
     assert part.num_bytes == len(data_of(stored))
-    assert read_header(directories[1] / "model.safetensors").keys() >= {each.name for each in first.parts}
+    assert read_header(directories[1] / "model.safetensors").keys() >= {part.name for part in first.parts}
     patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
     serving.runner.change_weights(WeightChange(patch=str(patch)))
     assert not serving.runner.offered_weights().parts
@@ -347,19 +355,21 @@ def test_peers_are_offered_what_is_in_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_models_of_the_library_are_reloaded_but_not_patched(tmp_path: Path) -> None:
     first, second = (make_checkpoint(tmp_path / str(seed), "llama", seed=seed, num_hidden_layers=1) for seed in (0, 1))
-    serving, expected = start(first, impl="transformers"), start(second, impl="transformers").answer()
+    serving = start(first, impl="transformers")
+    expected = start(second, impl="transformers").answer()
     patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
     serving.refuse(
         WeightChange(patch=str(patch)), "LlamaForCausalLM runs through transformers, whose weights cannot be"
     )
     serving.runner.change_weights(WeightChange(str(second)))
-    assert [each.samples for each in serving.answer()] == [each.samples for each in expected]
+    assert [sequence.samples for sequence in serving.answer()] == [sequence.samples for sequence in expected]
 
 
 def test_random_weights_are_reloaded_but_not_patched(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
-    serving, expected = start(directory, load_format="dummy"), start(directory).answer()
+    serving = start(directory, load_format="dummy")
+    expected = start(directory).answer()
     patch = write_patch(tmp_path / "patch", {f"{NORM}.rows.0": torch.ones(64)})
     serving.refuse(WeightChange(patch=str(patch)), "the weights are random")
     serving.runner.change_weights(WeightChange(str(directory)))
-    assert [each.samples for each in serving.answer()] == [each.samples for each in expected]
+    assert [sequence.samples for sequence in serving.answer()] == [sequence.samples for sequence in expected]

@@ -20,7 +20,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CheckpointError, ConfigError
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from pdserve.weights.change import WeightChange
 from runner.base import BaseModelRunner
 
@@ -79,16 +79,16 @@ def tokens(config: NodeConfig, chunk: int = 1 << 30) -> list[int]:
 )
 def test_scales_are_read_by_every_name(k: str, v: str, tmp_path: Path) -> None:
     config = resolved(with_scales(tmp_path, k, v))
-    for found, expected in zip(config.kv_scales, SCALES, strict=True):
-        assert (found.k, found.v) == pytest.approx((expected.k, expected.v), rel=1e-6)
+    for scales, expected in zip(config.kv_scales, SCALES, strict=True):
+        assert (scales.k, scales.v) == pytest.approx((expected.k, expected.v), rel=1e-6)
     assert any(choice.startswith("kv_scales=k 0.02 … 0.03125, v 0.0625 … 0.07 in 2") for choice in config.choices)
     assert resolved(tmp_path, "auto").kv_scales == ()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scales_of_16_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
-    found = resolved(with_scales(tmp_path, "k_scale", "v_scale", dtype)).kv_scales
-    assert [each.k for each in found] == [torch.tensor(each.k, dtype=dtype).item() for each in SCALES]
+    scales = resolved(with_scales(tmp_path, "k_scale", "v_scale", dtype)).kv_scales
+    assert [layer.k for layer in scales] == [torch.tensor(layer.k, dtype=dtype).item() for layer in SCALES]
 
 
 def test_without_scales_they_are_one(checkpoint: Path) -> None:
@@ -135,7 +135,8 @@ def test_another_scheme_of_compressed_tensors_is_refused(tmp_path: Path) -> None
 
 
 def test_an_fp8_cache_takes_a_quarter_of_float32(checkpoint: Path) -> None:
-    plain, quantized = resolved(checkpoint, "auto"), resolved(checkpoint)
+    plain = resolved(checkpoint, "auto")
+    quantized = resolved(checkpoint)
     assert (plain.dtype, quantized.dtype) == ("float32", "float32")
     assert quantized.kv_layout.bytes_per_token * 4 == plain.kv_layout.bytes_per_token
     assert quantized.kv_layout.num_blocks == plain.kv_layout.num_blocks * 4
@@ -148,8 +149,8 @@ def test_a_stage_has_the_scales_of_its_layers(checkpoint: Path) -> None:
 
 def test_peers_of_unlike_dtypes_or_scales_differ_by_name(checkpoint: Path, tmp_path: Path) -> None:
     plain, ones, scaled = (
-        each.compat_fields
-        for each in (
+        config.compat_fields
+        for config in (
             resolved(checkpoint, "auto"),
             resolved(checkpoint),
             resolved(with_scales(tmp_path, "k_scale", "v_scale")),
@@ -204,10 +205,10 @@ def stored(config: NodeConfig) -> Tensor:
 def test_the_cache_holds_keys_and_values_quantized_by_layer(options: dict[str, Any], checkpoint: Path) -> None:
     """The first layer sees no quantized KV. Values above 448 times their scale saturate."""
     expected = stored(node_config(checkpoint, **options, num_blocks=8))[:, :, 0]
-    found = stored(node_config(checkpoint, **options, num_blocks=8, kv_scales=SCALES))
-    factors = torch.tensor([[each.k, each.v] for each in SCALES])[:, :, None, None]
-    torch.testing.assert_close((found * factors)[:, :, 0], expected, rtol=1 / 15, atol=1e-4)
-    assert found[:, :, 1].count_nonzero() > 0.9 * expected.count_nonzero()
+    quantized = stored(node_config(checkpoint, **options, num_blocks=8, kv_scales=SCALES))
+    factors = torch.tensor([[scales.k, scales.v] for scales in SCALES])[:, :, None, None]
+    torch.testing.assert_close((quantized * factors)[:, :, 0], expected, rtol=1 / 15, atol=1e-4)
+    assert quantized[:, :, 1].count_nonzero() > 0.9 * expected.count_nonzero()
 
 
 @pytest.mark.parametrize("options", RUNNERS)

@@ -134,7 +134,10 @@ def test_tokens_of_fp8_experts_are_those_of_the_dequantized_model(backend: str, 
 @pytest.mark.parametrize("use_triton", [False, True])
 def test_shards_of_fp8_experts_sum_to_the_whole(use_triton: bool) -> None:
     """Tensor shards slice experts along scale blocks; expert shards have whole experts."""
-    num_experts, hidden, inner, quantizer = 4, 40, 64, fp8_blocks(32, "weight_scale")
+    num_experts = 4
+    hidden = 40
+    inner = 64
+    quantizer = fp8_blocks(32, "weight_scale")
     stored: dict[str, Tensor] = {}
     for index in range(num_experts):
         for name, size in (
@@ -258,10 +261,10 @@ def test_quantized_activations_err_by_half_a_step(size: int, group: int) -> None
 @pytest.mark.parametrize(("size", "group"), [(384, 128), (200, 200)])
 def test_gates_and_ups_are_quantized_like_their_product(size: int, group: int) -> None:
     gate_up = random(5, 2 * size).to(DEVICE, torch.bfloat16)
-    found = fp8_products.quantize(gate_up, group, gated=True)
+    quantized = fp8_products.quantize(gate_up, group, gated=True)
     expected = fp8_products.quantize(activation.silu_and_mul(gate_up), group)
-    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
-    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(quantized.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(quantized.scales, expected.scales)
 
 
 @pytest.mark.parametrize(
@@ -270,18 +273,18 @@ def test_gates_and_ups_are_quantized_like_their_product(size: int, group: int) -
 def test_gemv_of_fp8_weights(rows: int, columns: int, block: int) -> None:
     weight, scales = quantized_weight(rows, columns, block)
     x = random(1, columns, seed=5).to(DEVICE)
-    found = fp8_products.gemv(x, weight, scales, block, columns if block == 1 else block)
+    product = fp8_products.gemv(x, weight, scales, block, columns if block == 1 else block)
     expected = x.double() @ dequantized(weight, scales).double().t()  # float32 would err more than the kernel does
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [2, 20, *(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (50, 130))])
 def test_block_products_equal_those_of_the_dequantized_numbers(tokens: int) -> None:
     weight, scales = quantized_weight(200, 256, 128)
     x, x_scales = fp8_products.quantize(random(tokens, 256, seed=6).to(DEVICE), 128)
-    found = fp8_products.block_matmul(x, x_scales, weight, scales, 128, 128).float()
+    product = fp8_products.block_matmul(x, x_scales, weight, scales, 128, 128).float()
     expected = dequantized(x, x_scales) @ dequantized(weight, scales).t()
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+    torch.testing.assert_close(product, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
 
 
 # Rows: four, two and one program per tile, for the interpreter.
@@ -339,24 +342,26 @@ def test_logprobs_of_fp8_products_err_by_the_rounding_of_activations(
     )
     model_runner = runner.build(config, lambda stage, fraction: None)
     assert decoder_of(model_runner).layers[0].input_norm._quantized_group(2) == (128 if name == "fp8 blocks" else 256)
-    vocab, reference = config.model.vocab_size, reference_model(plain)
+    vocab = config.model.vocab_size
+    reference = reference_model(plain)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=vocab)
     prompts = [random_tokens(length, vocab) for length in lengths]
     for result in Stepper(model_runner).generate(prompts, 2, sampling, stagger=1):
         with torch.inference_mode():
             logits = reference(torch.tensor([result.tokens])).logits[0, result.prompt_len - 1 : -1]
-        exact, found = logits.log_softmax(-1), torch.empty(2, vocab)
-        for row, sample in zip(found, result.samples, strict=True):
+        exact = logits.log_softmax(-1)
+        logprobs = torch.empty(2, vocab)
+        for row, sample in zip(logprobs, result.samples, strict=True):
             assert sample.logprobs is not None
             row[list(sample.logprobs.top_ids)] = torch.tensor(sample.logprobs.top_logprobs)
-        assert (found - exact).norm() < 0.1 * (exact - exact.mean(-1, keepdim=True)).norm()
+        assert (logprobs - exact).norm() < 0.1 * (exact - exact.mean(-1, keepdim=True)).norm()
 
 
 @pytest.mark.parametrize(
     ("version", "family"),
     [
         ("V1", "qwen3_next"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("V1", "qwen3_5_text"), ("V2", "qwen3_next"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("V1", "qwen3_5_text"), ("V2", "qwen3_next"))),
         pytest.param("V2", "qwen3_5_text", marks=pytest.mark.slow),
     ],
 )
@@ -370,7 +375,8 @@ def test_rows_in_another_order_keep_their_scales(version: str, family: str, tmp_
     backend = {"V1": "torch", "V2": "triton"}[version]
     config = node_config(quantized, runner=version, attention_backend=backend)
     assert config.model.keeps_quantized == (version == "V2")
-    prompts, reference = [random_tokens(20, 128)], reference_model(plain)
+    prompts = [random_tokens(20, 128)]
+    reference = reference_model(plain)
     results = Stepper(runner.build(config, lambda stage, fraction: None)).generate(prompts, 3)
     assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
 
@@ -394,7 +400,8 @@ def test_projections_from_latents_are_dequantized(version: str, q_lora_rank: int
     attention = decoder_of(model_runner).layers[1].attention
     assert (attention._inputs._linear.weight.dtype == E4M3) == (version == "V2")
     assert attention._keys_and_values.dtype == torch.float32
-    prompts, reference = [random_tokens(20, 128)], reference_model(plain)
+    prompts = [random_tokens(20, 128)]
+    reference = reference_model(plain)
     results = Stepper(model_runner).generate(prompts, 3)
     assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
 

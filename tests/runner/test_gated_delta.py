@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.state import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
+from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
 from runner.attention.gated_delta import GatedDelta, TorchGatedDelta
 from runner.attention.triton_gated_delta import TritonGatedDelta
 from runner.batch import AttentionBatch, GatedDeltaWeights, RowSnapshot
@@ -99,28 +99,32 @@ def inputs_of(tokens: int, seed: int, same_key: bool) -> DeltaInputs:
 @examples(30)
 def test_chunks_compute_what_single_tokens_do(tokens: int, cut: int, same_key: bool) -> None:
     """Also for one key that never decays, as repeated tokens have it; and in two parts."""
-    inputs, state = inputs_of(tokens, tokens, same_key), random(2, 6, 8, seed=9)
-    expected, one = [], state[None]
+    inputs = inputs_of(tokens, tokens, same_key)
+    state = random(2, 6, 8, seed=9)
+    expected = []
+    one = state[None]
     for token in range(tokens):
         output, one = delta_rule_step(inputs.of(slice(token, token + 1)), one)
         expected.append(output)
-    outputs, found = [], state
+    outputs = []
+    final = state
     for part in (slice(0, cut), slice(cut, tokens)):
         if len(inputs.q[part]):
-            output, found = delta_rule_chunks(inputs.of(part), found)
+            output, final = delta_rule_chunks(inputs.of(part), final)
             outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs), torch.cat(expected), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found, one[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(final, one[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("spec", "lengths"), sampled(SPECS, STEP_LENGTHS, every=3), ids=str)
 def test_triton_kernels_compute_what_torch_does(spec: GatedDeltaSpec, lengths: list[int]) -> None:
     slots = [5, 2, 0, 3, 1][: len(lengths)]
-    batch, weights = batch_of(lengths, slots), weights_of(spec)
+    batch = batch_of(lengths, slots)
+    weights = weights_of(spec)
     caches = [cache_of(spec, 6) for _ in range(2)]
-    found = run(TritonGatedDelta(caches[0]), spec, batch, weights)
+    actual = run(TritonGatedDelta(caches[0]), spec, batch, weights)
     expected = run(TorchGatedDelta(caches[1]), spec, batch, weights)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
     for layer in range(2):
         torch.testing.assert_close(caches[0].delta[layer], caches[1].delta[layer], atol=1e-5, rtol=1e-4)
         assert torch.equal(caches[0].conv[layer], caches[1].conv[layer])
@@ -138,22 +142,26 @@ def test_triton_kernels_compute_what_torch_does(spec: GatedDeltaSpec, lengths: l
 )
 def test_snapshots_amid_a_step_equal_states_behind_its_first_part(lengths: list[int], cuts: dict[int, int]) -> None:
     """Kernels compute what torch does, and both what the first parts of the rows yield alone."""
-    weights, slots = weights_of(SPEC), [5, 2, 0, 3][: len(lengths)]
+    weights = weights_of(SPEC)
+    slots = [5, 2, 0, 3][: len(lengths)]
     snapshots = tuple(RowSnapshot(row, tokens, 6 + row) for row, tokens in cuts.items())
     caches = [cache_of(SPEC, 10) for _ in range(3)]
     batch = batch_of(lengths, slots, snapshots=snapshots)
-    found = run(TritonGatedDelta(caches[0]), SPEC, batch, weights)
+    actual = run(TritonGatedDelta(caches[0]), SPEC, batch, weights)
     expected = run(TorchGatedDelta(caches[1]), SPEC, batch, weights)
     whole = run(TorchGatedDelta(caches[2]), SPEC, batch_of(lengths, slots), weights)
-    for each in (found, expected):
-        torch.testing.assert_close(each, whole, atol=1e-5, rtol=1e-4)
+    for output in (actual, expected):
+        torch.testing.assert_close(output, whole, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(caches[0].delta[1], caches[1].delta[1], atol=1e-5, rtol=1e-4)
     assert torch.equal(caches[0].conv[1], caches[1].conv[1])
     assert torch.equal(caches[1].conv[1][slots], caches[2].conv[1][slots])
-    mixed, ba = random(sum(lengths), SPEC.channels + 8, seed=4), random(sum(lengths), 2 * SPEC.value_heads, seed=5)
+    mixed = random(sum(lengths), SPEC.channels + 8, seed=4)
+    ba = random(sum(lengths), 2 * SPEC.value_heads, seed=5)
     for row, tokens in cuts.items():
-        alone, begin = cache_of(SPEC, 10), sum(lengths[:row])
-        backend, part = TorchGatedDelta(alone), slice(begin, begin + tokens)
+        alone = cache_of(SPEC, 10)
+        begin = sum(lengths[:row])
+        backend = TorchGatedDelta(alone)
+        part = slice(begin, begin + tokens)
         backend.plan(batch_of([tokens], slots[row : row + 1]), graph=False)
         backend.run(1, mixed[part, : SPEC.channels], ba[part], weights)
         for states, others in ((caches[1].delta, alone.delta), (caches[1].conv, alone.conv)):
@@ -163,22 +171,28 @@ def test_snapshots_amid_a_step_equal_states_behind_its_first_part(lengths: list[
 @pytest.mark.parametrize("triton", [False, True], ids=["torch", "triton"])
 def test_states_go_on_by_accepted_drafts_only(triton: bool) -> None:
     """Row 0 accepts one draft of three, row 2 all, row 3 none; a token and a prompt beside them."""
-    lengths, slots, counts = [4, 1, 3, 2, 12], [5, 2, 0, 3, 1], [2, 0, 3, 1, 0]
-    weights, cache, expected = weights_of(SPEC), cache_of(SPEC, 6), cache_of(SPEC, 6)
+    lengths = [4, 1, 3, 2, 12]
+    slots = [5, 2, 0, 3, 1]
+    counts = [2, 0, 3, 1, 0]
+    weights = weights_of(SPEC)
+    cache = cache_of(SPEC, 6)
+    expected = cache_of(SPEC, 6)
     backend: GatedDelta = TritonGatedDelta(cache, 5, 3) if triton else TorchGatedDelta(cache)
     padding = 2 if triton else 0
     before = cache.slots.clone()
     batch = with_drafts(batch_of(lengths, slots, padding=padding), [0, 2, 3])
-    found = run(backend, SPEC, batch, weights)
+    output = run(backend, SPEC, batch, weights)
     for slot in (5, 0, 3):
         assert torch.equal(cache.slots[slot], before[slot])
     backend.commit(torch.tensor(counts + [0] * padding, device=DEVICE))
     plain = run(TorchGatedDelta(cache_of(SPEC, 6)), SPEC, batch_of(lengths, slots), weights)
-    torch.testing.assert_close(found[: sum(lengths)], plain, atol=1e-5, rtol=1e-4)
-    mixed, ba = random(len(found), SPEC.channels + 8, seed=4), random(len(found), 2 * SPEC.value_heads, seed=5)
+    torch.testing.assert_close(output[: sum(lengths)], plain, atol=1e-5, rtol=1e-4)
+    mixed = random(len(output), SPEC.channels + 8, seed=4)
+    ba = random(len(output), 2 * SPEC.value_heads, seed=5)
     begin = 0
     for length, slot, count in zip(lengths, slots, counts, strict=True):  # one by one, without the rejected drafts
-        alone, tokens = TorchGatedDelta(expected), slice(begin, begin + (count or length))
+        alone = TorchGatedDelta(expected)
+        tokens = slice(begin, begin + (count or length))
         alone.plan(batch_of([count or length], [slot]), graph=False)
         alone.run(1, mixed[tokens, : SPEC.channels], ba[tokens], weights)
         begin += length
@@ -189,10 +203,12 @@ def test_states_go_on_by_accepted_drafts_only(triton: bool) -> None:
 
 def test_rows_of_padding_change_no_state() -> None:
     """Padding rows have no tokens and an old slot; while a graph is captured, they have a token and no slot."""
-    weights, alone, padded = weights_of(SPEC), cache_of(SPEC, 4), cache_of(SPEC, 4)
+    weights = weights_of(SPEC)
+    alone = cache_of(SPEC, 4)
+    padded = cache_of(SPEC, 4)
     expected = run(TritonGatedDelta(alone), SPEC, batch_of([1, 1], [2, 1]), weights)
-    found = run(TritonGatedDelta(padded), SPEC, batch_of([1, 1], [2, 1], padding=3), weights)
-    torch.testing.assert_close(found[:2], expected)
+    actual = run(TritonGatedDelta(padded), SPEC, batch_of([1, 1], [2, 1], padding=3), weights)
+    torch.testing.assert_close(actual[:2], expected)
     assert torch.equal(padded.slots, alone.slots)
     run(TritonGatedDelta(padded), SPEC, batch_of([1, 1], [NO_SLOT, NO_SLOT]), weights)
     assert torch.equal(padded.slots, alone.slots)
@@ -201,7 +217,8 @@ def test_rows_of_padding_change_no_state() -> None:
 @pytest.mark.parametrize("lengths", [[1, 1], [2, 7, 1]], ids=str)
 def test_a_step_leaves_other_slots_and_layers_alone(lengths: list[int]) -> None:
     for triton in (False, True):
-        cache, before = cache_of(SPEC, 5), cache_of(SPEC, 5)
+        cache = cache_of(SPEC, 5)
+        before = cache_of(SPEC, 5)
         backend: GatedDelta = TritonGatedDelta(cache) if triton else TorchGatedDelta(cache)
         used = [4, 1, 3][: len(lengths)]
         run(backend, SPEC, batch_of(lengths, used), weights_of(SPEC))
@@ -214,13 +231,16 @@ def test_a_step_leaves_other_slots_and_layers_alone(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("size", [24, 1500])
 def test_gates_equal_torch(size: int) -> None:
-    x, gate = random(5, size), random(5, size + 3, seed=1)
+    x = random(5, size)
+    gate = random(5, size + 3, seed=1)
     gates = gate[:, :size]
     torch.testing.assert_close(activation.sigmoid_and_mul(gates, x), reference.sigmoid_and_mul(gates, x))
-    heads, weight, eps = x.view(5, size // 12, 12), random(12, seed=2), 1e-6
-    found = norm.gated_rms_norm(heads, gate[:, :size], weight, eps)
+    heads = x.view(5, size // 12, 12)
+    weight = random(12, seed=2)
+    eps = 1e-6
+    actual = norm.gated_rms_norm(heads, gate[:, :size], weight, eps)
     expected = reference.gated_rms_norm(heads, gate[:, :size], weight, torch.tensor(eps, device=DEVICE))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 class Rule(NamedTuple):
@@ -251,10 +271,12 @@ def rule_of(tokens: int, rows: int, decay: float, beta: float, heads: int, dim: 
 def by_chunks(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Return what the kernels compute for consecutive rows, and the states of the rows after them."""
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    out, states = torch.zeros_like(rule.v), rule.states.clone()
+    out = torch.zeros_like(rule.v)
+    states = rule.states.clone()
     slots = torch.arange(len(lengths), dtype=torch.int32, device=DEVICE)
     snapshots = np.full((len(lengths), 2), (0, NO_SLOT), dtype=np.int32)
-    device_starts, planned = torch.from_numpy(starts).to(DEVICE), DeltaChunks.of(starts, snapshots[:, 0], 0, DEVICE)
+    device_starts = torch.from_numpy(starts).to(DEVICE)
+    planned = DeltaChunks.of(starts, snapshots[:, 0], 0, DEVICE)
     assert planned is not None
     rows = slots, device_starts, to_device(snapshots, DEVICE)
     chunk_delta_rule(rule.q, rule.k, rule.v, rule.ba, rule.weights, states, *rows, out, planned)
@@ -263,10 +285,12 @@ def by_chunks(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
 
 def in_float64(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Return the outputs and states of the delta rule, computed token after token in float64."""
-    beta, log_decay = (each.double() for each in gates_of(rule.ba, rule.weights))
-    q, k = (each.double().repeat_interleave(2, dim=1) for each in (rule.q, rule.k))
-    inputs, token = DeltaInputs(q, k, rule.v.double(), beta, log_decay), 0
-    out, states = torch.zeros_like(rule.v, dtype=torch.float64), rule.states.double()
+    beta, log_decay = (gates.double() for gates in gates_of(rule.ba, rule.weights))
+    q, k = (heads.double().repeat_interleave(2, dim=1) for heads in (rule.q, rule.k))
+    inputs = DeltaInputs(q, k, rule.v.double(), beta, log_decay)
+    token = 0
+    out = torch.zeros_like(rule.v, dtype=torch.float64)
+    states = rule.states.double()
     for row, length in enumerate(lengths):
         state = states[row : row + 1]
         for _ in range(length):
@@ -276,9 +300,9 @@ def in_float64(rule: Rule, lengths: list[int]) -> tuple[Tensor, Tensor]:
     return out, states
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error(actual: Tensor, exact: Tensor) -> float:
     """Return the root mean square of errors over that of the values."""
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((actual.double() - exact).norm() / exact.norm())
 
 
 # Relative error against float64 from inputs that are rounded to the dtype. At 8,192 tokens and head size 128, rounding
@@ -298,8 +322,8 @@ def test_kernels_of_chunks_are_as_exact_as_their_inputs(
     """The interpreter rounds what kernels store, not the operands of their products."""
     dtype = torch.bfloat16 if half else torch.float32
     rule = rule_of(sum(lengths), len(lengths), decay, beta, heads=1, dim=16, dtype=dtype)
-    for found, exact in zip(by_chunks(rule, lengths), in_float64(rule, lengths), strict=True):
-        assert error(found, exact) < MOST_ERROR[dtype]
+    for actual, exact in zip(by_chunks(rule, lengths), in_float64(rule, lengths), strict=True):
+        assert error(actual, exact) < MOST_ERROR[dtype]
 
 
 @given(length=st.integers(2, 200), cut=st.floats(0, 1), decay=DECAYS)
@@ -307,9 +331,10 @@ def test_kernels_of_chunks_are_as_exact_as_their_inputs(
 def test_parts_of_a_prompt_yield_what_the_whole_does(length: int, cut: float, decay: float) -> None:
     first = min(max(round(cut * length), 1), length - 1)
     rule = rule_of(length, 1, decay, 0.5, heads=1, dim=16, dtype=torch.float32)
-    outputs, state = [], rule.states
+    outputs = []
+    state = rule.states
     for part in (slice(0, first), slice(first, length)):
-        q, k, v, ba = (each[part].contiguous() for each in rule[:4])
+        q, k, v, ba = (tensor[part].contiguous() for tensor in rule[:4])
         out, state = by_chunks(Rule(q, k, v, ba, rule.weights, state), [part.stop - part.start])
         outputs.append(out)
     whole, last = by_chunks(rule, [length])
@@ -326,10 +351,10 @@ def test_chunks_of_real_sizes_are_as_exact_as_their_inputs(
     lengths: list[int], decay: float, beta: float, dtype: torch.dtype
 ) -> None:
     rule = rule_of(sum(lengths), len(lengths), decay, beta, heads=16, dim=128, dtype=dtype)
-    found = by_chunks(rule, lengths)
-    for each, exact in zip(found, in_float64(rule, lengths), strict=True):
-        assert error(each, exact) < MOST_ERROR[dtype]
-    assert all(map(torch.equal, found, by_chunks(rule, lengths)))
+    results = by_chunks(rule, lengths)
+    for actual, exact in zip(results, in_float64(rule, lengths), strict=True):
+        assert error(actual, exact) < MOST_ERROR[dtype]
+    assert all(map(torch.equal, results, by_chunks(rule, lengths)))
 
 
 @pytest.mark.gpu
@@ -337,11 +362,12 @@ def test_chunks_of_real_sizes_are_as_exact_as_their_inputs(
 @pytest.mark.parametrize("lengths", [[8192], [1] * 100 + [300, 1, 5, 2000], [2, 1000, 70]], ids=len)
 def test_steps_of_real_sizes_compute_what_torch_does(lengths: list[int]) -> None:
     spec = GatedDeltaSpec(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4, dtype="bfloat16")
-    batch, weights = batch_of(lengths, list(range(len(lengths)))), weights_of(spec, torch.bfloat16)
+    batch = batch_of(lengths, list(range(len(lengths))))
+    weights = weights_of(spec, torch.bfloat16)
     caches = [cache_of(spec, len(lengths)) for _ in range(2)]
-    found = run(TritonGatedDelta(caches[0]), spec, batch, weights)
+    actual = run(TritonGatedDelta(caches[0]), spec, batch, weights)
     expected = run(TorchGatedDelta(caches[1]), spec, batch, weights)
-    assert error(found, expected.double()) < 0.02
+    assert error(actual, expected.double()) < 0.02
     assert error(caches[0].delta[1], caches[1].delta[1].double()) < 0.02
     assert torch.equal(caches[0].conv[1], caches[1].conv[1])
 
@@ -351,8 +377,10 @@ def test_steps_of_real_sizes_compute_what_torch_does(lengths: list[int]) -> None
 def test_decodes_in_a_captured_graph_equal_those_outside() -> None:
     spec = GatedDeltaSpec(key_heads=4, value_heads=8, key_dim=128, value_dim=128, conv_width=4, dtype="bfloat16")
     weights = weights_of(spec, torch.bfloat16)
-    cache, plain = cache_of(spec, 9), cache_of(spec, 9)
-    backend, batch = TritonGatedDelta(cache), batch_of([1] * 8, [NO_SLOT] * 8)
+    cache = cache_of(spec, 9)
+    plain = cache_of(spec, 9)
+    backend = TritonGatedDelta(cache)
+    batch = batch_of([1] * 8, [NO_SLOT] * 8)
     mixed = random(8, spec.channels, seed=4).bfloat16()
     ba = random(8, 2 * spec.value_heads, seed=5).bfloat16()
     backend.plan(batch, graph=True)

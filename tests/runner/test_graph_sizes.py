@@ -9,7 +9,7 @@ import pytest
 from checkpoints import make_checkpoint, node_config
 
 from pdserve.config.node_config import DeviceInfo
-from pdserve.kv import FP8_E4M3
+from pdserve.kv.layout import FP8_E4M3
 from pdserve.records import NO_STEP, ScheduledSequence, StepPlan
 from runner.graph_sizes import BatchDescriptor, GraphSizes
 
@@ -65,7 +65,7 @@ def test_steps_beyond_all_sizes_have_no_graph() -> None:
 
 def test_no_size_exceeds_the_limits_of_a_step() -> None:
     small = GraphSizes.within(max_num_seqs=3, max_batch_tokens=100)
-    assert max(each.rows for each in small.descriptors) == 3
+    assert max(descriptor.rows for descriptor in small.descriptors) == 3
     assert small.most_tokens == small.most_mixed_tokens == 96
     assert GraphSizes.within(max_num_seqs=8, max_batch_tokens=16).most_mixed_tokens == 0
 
@@ -73,13 +73,13 @@ def test_no_size_exceeds_the_limits_of_a_step() -> None:
 def test_padding_adds_at_most_a_quarter_to_large_decode_steps() -> None:
     sizes = GraphSizes.within(max_num_seqs=500, max_batch_tokens=2048)
     for rows in range(65, 501):
-        found = sizes.find(BatchDescriptor(rows, rows, 1))
-        assert found is not None
-        assert found.rows <= 1.25 * rows
+        descriptor = sizes.find(BatchDescriptor(rows, rows, 1))
+        assert descriptor is not None
+        assert descriptor.rows <= 1.25 * rows
 
 
 def test_the_largest_sizes_come_first() -> None:
-    tokens = [each.tokens for each in SIZES.descriptors]
+    tokens = [descriptor.tokens for descriptor in SIZES.descriptors]
     assert tokens == sorted(tokens, reverse=True)
 
 

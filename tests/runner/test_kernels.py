@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from runner.batch import HeadNorms, Quantized, RotaryCosSin
 from runner.distributed.parallel_state import ParallelState
 from runner.kernels.attention.pages import PageLists
@@ -48,14 +48,16 @@ def reference_ops() -> PointwiseOps:
 @dtypes
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 100), (3, 1536)])
 def test_rms_norm_equals_torch(rows: int, size: int, dtype: torch.dtype) -> None:
-    x, weight = random(rows, size, dtype=dtype), random(size, dtype=dtype, seed=1)
+    x = random(rows, size, dtype=dtype)
+    weight = random(size, dtype=dtype, seed=1)
     assert_close(TritonPointwiseOps(EPS, ALONE).rms_norm(x, weight), reference_ops().rms_norm(x, weight))
 
 
 @dtypes
 def test_add_rms_norm_updates_the_residual(dtype: torch.dtype) -> None:
     x, residual, weight = (random(3, 200, dtype=dtype, seed=seed) for seed in range(3))
-    weight, expected = weight[0].contiguous(), residual.clone()
+    weight = weight[0].contiguous()
+    expected = residual.clone()
     normed = reference_ops().add_rms_norm(x, expected, weight)
     assert_close(TritonPointwiseOps(EPS, ALONE).add_rms_norm(x, residual, weight), normed)
     assert_close(residual, expected)
@@ -64,23 +66,28 @@ def test_add_rms_norm_updates_the_residual(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(("size", "group"), [(384, 128), (384, 384), (200, 200)])
 def test_a_quantized_norm_equals_the_norm_quantized_behind_it(size: int, group: int, with_residual: bool) -> None:
-    ops, dtype = TritonPointwiseOps(EPS, ALONE), torch.bfloat16
-    x, residual, weight = random(3, size, dtype=dtype), random(3, size, dtype=dtype, seed=1), random(size, dtype=dtype)
+    ops = TritonPointwiseOps(EPS, ALONE)
+    dtype = torch.bfloat16
+    x = random(3, size, dtype=dtype)
+    residual = random(3, size, dtype=dtype, seed=1)
+    weight = random(size, dtype=dtype)
     x[1] = residual[1] = 0
     other = residual.clone()
     if with_residual:
         expected = quantize(ops.add_rms_norm(x, other, weight), group)
-        found = ops.quantized_rms_norm(x, residual, weight, group)
+        quantized = ops.quantized_rms_norm(x, residual, weight, group)
         assert torch.equal(residual, other)
     else:
-        expected, found = quantize(ops.rms_norm(x, weight), group), ops.quantized_rms_norm(x, None, weight, group)
-    assert isinstance(found, Quantized)
-    assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
-    assert torch.equal(found.scales, expected.scales)
+        expected = quantize(ops.rms_norm(x, weight), group)
+        quantized = ops.quantized_rms_norm(x, None, weight, group)
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(quantized.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(quantized.scales, expected.scales)
 
 
 def test_the_norm_of_a_row_does_not_depend_on_other_rows() -> None:
-    x, weight = random(4, 96, dtype=torch.bfloat16), random(96, dtype=torch.bfloat16, seed=1)
+    x = random(4, 96, dtype=torch.bfloat16)
+    weight = random(96, dtype=torch.bfloat16, seed=1)
     together = TritonPointwiseOps(EPS, ALONE).rms_norm(x, weight)
     assert torch.equal(together[2:3], TritonPointwiseOps(EPS, ALONE).rms_norm(x[2:3].clone(), weight))
 
@@ -95,7 +102,8 @@ def test_silu_and_mul_equals_torch(size: int, dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 8), (7, 1000), (130, 1024), (64, 3584)])
 def test_gemv_equals_the_exact_product(out_features: int, in_features: int, dtype: torch.dtype) -> None:
-    x, weight = random(1, in_features, dtype=dtype), random(out_features, in_features, dtype=dtype, seed=1)
+    x = random(1, in_features, dtype=dtype)
+    weight = random(out_features, in_features, dtype=dtype, seed=1)
     exact = x.double() @ weight.double().t()
     error = (gemv(x, weight).double() - exact).abs().max()
     assert error <= TOLERANCE[dtype] * exact.abs().max().clamp(min=1.0)
@@ -103,7 +111,8 @@ def test_gemv_equals_the_exact_product(out_features: int, in_features: int, dtyp
 
 @dtypes
 def test_embed_yields_zeros_outside_of_the_shard(dtype: torch.dtype) -> None:
-    table, ids = random(12, 1500, dtype=dtype), torch.tensor([0, 5, 6, 15, 16, 99, 6], device=DEVICE)
+    table = random(12, 1500, dtype=dtype)
+    ids = torch.tensor([0, 5, 6, 15, 16, 99, 6], device=DEVICE)
     expected = torch.zeros(len(ids), 1500, dtype=torch.float32, device=DEVICE)
     for row, token in enumerate(ids.tolist()):
         if 6 <= token < 16:
@@ -131,9 +140,11 @@ def test_rope_store_equals_torch(
     expected, k, v = torch.split(qkv.view(len(slots), -1, head_dim), [heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
         eps = torch.tensor(EPS, device=DEVICE)
-        expected, k = rms_norm(expected, norms.q_weight, eps), rms_norm(k, norms.k_weight, eps)
+        expected = rms_norm(expected, norms.q_weight, eps)
+        k = rms_norm(k, norms.k_weight, eps)
     cos, sin = expand_cos_sin(rotary, dtype)
-    expected, k = apply_rotary(expected, cos, sin), apply_rotary(k, cos, sin)
+    expected = apply_rotary(expected, cos, sin)
+    k = apply_rotary(k, cos, sin)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             expected_pages[slot // page, :, 1, 0, slot % page] = k[token]
@@ -177,10 +188,12 @@ def test_gathered_keys_are_contiguous_and_zero_padded(page: int, scales: KVScale
     for row, length in enumerate(lens):
         k, v = (random(length, 2, 16, dtype=torch.float32, seed=2 * row + kv) for kv in range(2))
         if scales is not None:
-            k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+            k = k.to(torch.float8_e4m3fn)
+            v = v.to(torch.float8_e4m3fn)
         for token in range(length):
             at = int(inputs.batch.page_table[row, token // page])
-            layer[at, :, 0, token % page], layer[at, :, 1, token % page] = k[token], v[token]
+            layer[at, :, 0, token % page] = k[token]
+            layer[at, :, 1, token % page] = v[token]
         expected.append((k, v) if scales is None else (k.float() * scales.k, v.float() * scales.v))
     gathered = GatheredKeys(1000, 2, 16, torch.float32, DEVICE)
     starts = gathered.plan(inputs.batch, 0)

@@ -13,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pdserve.kv import FullAttentionSpec, KVLayout, KVShare, LatentSpec
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVShare, LatentSpec
+from pdserve.kv.states import GatedDeltaSpec, StateLayout, StateShare
 from pdserve.records import DigestOrder
-from pdserve.state import GatedDeltaSpec, StateLayout, StateShare
 from runner.kernels.block_digest import block_digests
 from runner.kv_digest import KVDigester, StateDigester
 from runner.state_cache import StateCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LAYERS, HEADS, BLOCK = 4, 4, 8
+LAYERS = 4
+HEADS = 4
+BLOCK = 8
 WRAP = 1 << 64
 
 # The KV of a model in logical order: [blocks, layers, heads, planes, tokens of a block, bytes of a row].
@@ -54,7 +56,7 @@ def digests(
         share.first_head : share.first_head + share.num_heads,
     ]
     pages = held.reshape(*held.shape[:4], layout.pages_per_block, layout.kernel_block_size, -1)
-    memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()  # the order of pdserve/kv.py
+    memory = pages.transpose(0, 4, 2, 1, 3, 5, 6).copy()  # the order of pdserve/kv/layout.py
     layout = layout.resized(share.layers, share.num_heads)
     cache = torch.from_numpy(memory.reshape(-1)).view(getattr(torch, layout.dtype)).view(layout.shape)
     blocks = tuple(range(len(kv)))
@@ -71,7 +73,8 @@ def test_each_changed_element_changes_the_digest(dtype: str, head_dim: int, data
     changed = kv.copy()
     at = data.draw(st.integers(0, kv.size - 1))
     changed.reshape(-1)[at] ^= data.draw(st.integers(1, 255))
-    before, after = digests(kv, layout), digests(changed, layout)
+    before = digests(kv, layout)
+    after = digests(changed, layout)
     assert [a != b for a, b in zip(before, after, strict=True)] == [block == at * 2 // kv.size for block in range(2)]
 
 
@@ -80,7 +83,8 @@ def test_a_spec_with_one_plane_has_digests_independent_of_pages() -> None:
     kv = random_kv(layouts[0], 3)
     assert digests(kv, layouts[0]) == digests(kv, layouts[1])
     kv[1, 2, 3, 0, 4, 5] ^= 1
-    before, after = digests(random_kv(layouts[0], 3), layouts[0]), digests(kv, layouts[0])
+    before = digests(random_kv(layouts[0], 3), layouts[0])
+    after = digests(kv, layouts[0])
     assert [a != b for a, b in zip(before, after, strict=True)] == [False, True]
 
 
@@ -137,8 +141,8 @@ def test_the_triton_kernel_computes_what_torch_computes(page: int, head_dim: int
     expected = digester.compute(orders)
     rows = [[5, BLOCK, 0], [0, BLOCK, 0], [3, 3, 0], [2, 1, 0], [1, BLOCK, 0], [4, BLOCK, 0]]
     work = torch.tensor(rows, device=DEVICE)
-    found = block_digests(digester._words, work, digester._multipliers, page, digester._row_words)
-    assert found.tolist() == expected.tolist()
+    digests_of_kernel = block_digests(digester._words, work, digester._multipliers, page, digester._row_words)
+    assert digests_of_kernel.tolist() == expected.tolist()
 
 
 GROUPS = KVCacheGroups((None, 8, 8), (1, 0, 2, 1))  # a block has two layers; blocks of groups 0 and 2 have padding
@@ -164,7 +168,8 @@ def grouped_digests(
         digester = KVDigester(cache, layout, share)
         if triton:
             work = torch.tensor([list(row) for row in digester._blocks_with_tokens(order)], device=DEVICE)
-            words, rows = digester._words, digester._row_words
+            words = digester._words
+            rows = digester._row_words
             total += block_digests(words, work, digester._multipliers, 4, rows).cpu().numpy()
         else:
             total += digester.compute([order]).cpu().numpy()
@@ -200,12 +205,12 @@ def test_digests_of_the_first_layers_are_those_of_a_node_without_the_others(num_
 def test_digests_follow_the_orders_and_do_not_depend_on_chunks() -> None:
     layout = KVLayout(64, 64, 64, 8, FullAttentionSpec(8, 64, "bfloat16"))  # larger than a chunk
     memory = torch.randn(layout.shape).to(torch.bfloat16)
-    each = KVDigester(memory, layout, KVShare.whole(layout))
+    digester = KVDigester(memory, layout, KVShare.whole(layout))
     orders = [DigestOrder((5, 3, 60, 61), 4 * 64), DigestOrder((7,), 1), DigestOrder((0, 7), 128)]
-    alone = [each.compute([DigestOrder((block,), 64)]).item() for block in (5, 3, 60, 61, 0, 7)]
-    found = each.compute(orders).tolist()
-    assert found[:4] + found[5:] == alone
-    assert found[4] not in alone
+    alone = [digester.compute([DigestOrder((block,), 64)]).item() for block in (5, 3, 60, 61, 0, 7)]
+    together = digester.compute(orders).tolist()
+    assert together[:4] + together[5:] == alone
+    assert together[4] not in alone
 
 
 STATE = GatedDeltaSpec(key_heads=4, value_heads=8, key_dim=6, value_dim=4, conv_width=3, dtype="float16")
@@ -231,7 +236,8 @@ def state_digests(
             count = part.shape[2] // share.num_shards
             heads = part[:, layer + share.first_layer, share.shard * count : (share.shard + 1) * count]
             parts.append(torch.from_numpy(heads.reshape(3, -1).copy()))
-        delta, conv = parts[0].view(torch.float32), torch.cat(parts[1:], dim=1).view(torch.float16)
+        delta = parts[0].view(torch.float32)
+        conv = torch.cat(parts[1:], dim=1).view(torch.float16)
         cache.delta[layer].copy_(delta.view(cache.delta[layer].shape))
         cache.conv[layer].copy_(conv.view(cache.conv[layer].shape))
     cache.slots.view(3, share.num_layers, -1)[:, :, spec.layer_bytes - 1] = 7
@@ -257,11 +263,13 @@ def test_digests_of_states_of_ranks_add_up(stages: tuple[int, ...], shards: int)
 @given(part=st.integers(0, 3), place=st.integers(0, 1 << 20), bits=st.integers(1, 255))
 @examples(40)
 def test_each_changed_byte_of_a_state_changes_its_digest(part: int, place: int, bits: int) -> None:
-    states, changed = random_states(2), random_states(2)
+    states = random_states(2)
+    changed = random_states(2)
     at = place % changed[part].size
     changed[part].reshape(-1)[at] ^= bits
     slot = at * 3 // changed[part].size
-    before, after = state_digests(states, WHOLE), state_digests(changed, WHOLE)
+    before = state_digests(states, WHOLE)
+    after = state_digests(changed, WHOLE)
     assert [a != b for a, b in zip(before, after, strict=True)] == [number == slot for number in range(3)]
 
 
@@ -269,7 +277,8 @@ def test_each_changed_byte_of_a_state_changes_its_digest(part: int, place: int, 
 def test_swapped_parts_change_the_digest_of_a_state(axis: int) -> None:
     states = random_states(3)
     swapped = tuple(np.flip(part, axis) for part in states)
-    before, after = state_digests(states, WHOLE), state_digests(swapped, WHOLE)
+    before = state_digests(states, WHOLE)
+    after = state_digests(swapped, WHOLE)
     assert before[0] != after[0]
     assert before[2] != after[2]
     assert state_digests(states, WHOLE, (2, 0)) == [before[2], before[0]]

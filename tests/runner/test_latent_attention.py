@@ -100,12 +100,13 @@ def test_plain_torch_equals_attention_to_expanded_keys() -> None:
     """Softmax over the scores of whole keys, head by head, of one prompt."""
     shape = SMALL["four heads"]
     inputs = make_inputs(shape, [(0, 40)], "cpu", torch.float32)
-    (found,), cache = reference(inputs)
+    (output,), cache = reference(inputs)
     sizes = shape.latent
     assert sizes is not None
     side = Side("torch", shape, inputs.device, torch.float32, torch.float32)
     assert side.latent is not None
-    weight, norm = side.latent.weight, side.latent.norm
+    weight = side.latent.weight
+    norm = side.latent.norm
     q, rows = inputs.qkv[0].split([shape.heads * sizes.qk_head_dim, sizes.row_size], dim=1)
     latents = rms_norm(rows[:, : sizes.kv_lora_rank], norm.weight, torch.tensor(norm.eps))
     k_rope = rotated(rows[:, None, sizes.kv_lora_rank :], inputs)
@@ -113,24 +114,28 @@ def test_plain_torch_equals_attention_to_expanded_keys() -> None:
     q = torch.cat((q[:, :, : sizes.qk_nope_head_dim], rotated(q[:, :, sizes.qk_nope_head_dim :], inputs)), dim=2)
     both = (latents @ weight.t()).view(40, shape.heads, -1)
     keys = torch.cat((both[:, :, : sizes.qk_nope_head_dim], k_rope.expand(-1, shape.heads, -1)), dim=2)
-    q, keys, values = (each.transpose(0, 1) for each in (q, keys, both[:, :, sizes.qk_nope_head_dim :]))
+    q, keys, values = (tensor.transpose(0, 1) for tensor in (q, keys, both[:, :, sizes.qk_nope_head_dim :]))
     expected = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=shape.specs()[0].scale)
-    torch.testing.assert_close(found, expected.transpose(0, 1).flatten(1), atol=1e-5, rtol=1e-5)
-    pages, offsets = inputs.batch.slots // shape.page, inputs.batch.slots % shape.page
+    torch.testing.assert_close(output, expected.transpose(0, 1).flatten(1), atol=1e-5, rtol=1e-5)
+    pages = inputs.batch.slots // shape.page
+    offsets = inputs.batch.slots % shape.page
     torch.testing.assert_close(cache[pages, 0, 0, 0, offsets], torch.cat((latents, k_rope[:, 0]), dim=1))
 
 
 def rotated(x: Tensor, inputs: Inputs) -> Tensor:
-    cos, sin = inputs.rotary.cos[:, None], inputs.rotary.sin[:, None]
+    cos = inputs.rotary.cos[:, None]
+    sin = inputs.rotary.sin[:, None]
     left, right = x.chunk(2, dim=2)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=2)
 
 
 def test_rows_are_gathered_to_where_whole_tiles_begin() -> None:
-    shape, lengths = SMALL["two groups of ten"], [5, 130, 128]
+    shape = SMALL["two groups of ten"]
+    lengths = [5, 130, 128]
     inputs = make_inputs(shape, [(length - 1, 1) for length in lengths], DEVICE, torch.float32)
     side = Side("torch", shape, inputs.device, torch.float32, torch.float32)
-    sizes, total = shape.latent, 128 + 256 + 128
+    sizes = shape.latent
+    total = 128 + 256 + 128
     assert sizes is not None
     latents = torch.full((total, sizes.kv_lora_rank), 7.0, device=DEVICE)
     keys = torch.full((total, shape.heads, sizes.qk_head_dim), 7.0, device=DEVICE)
@@ -208,7 +213,8 @@ def test_captured_graphs_are_exact_for_other_lengths(name: str, shape: str) -> N
     graphs = {rows: capture(side, inputs) for rows, inputs in sizes.items()}
     draw = random.Random(4)
     for seed, rows in enumerate((8, 1, 40, 8, 40, 1)):
-        inputs, longest = sizes[rows], 150 if rows == 40 else (20, 800)[seed % 2]
+        inputs = sizes[rows]
+        longest = 150 if rows == 40 else (20, 800)[seed % 2]
         inputs.fill([(draw.randrange(longest), 1) for _ in range(draw.randrange(rows) + 1)], seed)
         side.reset()
         side.backend.plan(inputs.batch, graph=inputs.longest)
@@ -242,18 +248,18 @@ def test_steps_may_be_planned_before_earlier_ones_have_run(name: str) -> None:
     side = Side(name, shape, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
     names = ("large chunks", "a long prompt", "many decodes", "decodes between chunks", "large chunks")
     steps = [
-        make_inputs(shape, LARGE_STEPS[each], "cuda", torch.bfloat16, seed=seed) for seed, each in enumerate(names)
+        make_inputs(shape, LARGE_STEPS[step], "cuda", torch.bfloat16, seed=seed) for seed, step in enumerate(names)
     ]
     for inputs in steps:
         side.backend.plan(inputs.batch)
         side.run(inputs)  # compiles what has to be
-    found = []
+    results = []
     torch.cuda._sleep(1_000_000_000)  # half a second, in which the host gets ahead
     for inputs in steps:
         side.reset()
         side.backend.plan(inputs.batch)
-        found.append((side.run(inputs), side.cache.tensor.clone()))
-    for inputs, (outputs, cache) in zip(steps, found, strict=True):
+        results.append((side.run(inputs), side.cache.tensor.clone()))
+    for inputs, (outputs, cache) in zip(steps, results, strict=True):
         assert_matches_reference(inputs, outputs, cache, TOLERANCE[torch.bfloat16])
 
 

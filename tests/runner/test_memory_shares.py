@@ -11,11 +11,11 @@ from checkpoints import make_checkpoint, node_config
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.node_config import NodeConfig
-from pdserve.kv import KVLayout
-from pdserve.state import StateLayout
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading import process_memory
-from runner.loading.memory import MemoryUse, layouts_that_fit
+from runner.loading.kv_memory import MemoryUse, layouts_that_fit
 
 GIB = 1 << 30
 RESERVE = 1 * GIB  # at most
@@ -76,8 +76,8 @@ class Card:
             "reset_peak_memory_stats": lambda *args: None,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        known = (lambda device: self.reserved + self.libraries) if told else (lambda device: None)
-        monkeypatch.setattr(process_memory, "_known_to_driver", known)
+        driver = (lambda device: self.reserved + self.libraries) if told else (lambda device: None)
+        monkeypatch.setattr(process_memory, "_known_to_driver", driver)
 
     def start_node(self, share: float, meanwhile: int, model_dir: Path = EMBEDDED_MODEL) -> Layouts:
         """Return the layouts of a node, beside which other processes take ``meanwhile`` bytes, or free them."""

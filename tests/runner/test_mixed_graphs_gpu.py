@@ -59,9 +59,9 @@ def generate(checkpoint: Path, quantization: str, graphs: bool) -> list[Running]
     model_runner = runner.build(config, lambda stage, fraction: None)
     draw = random.Random(1)
     prompts = [[draw.randrange(2, 100) for _ in range(length)] for length in LENGTHS]
-    found = Stepper(model_runner).generate(prompts, 4, SAMPLING, chunk=CHUNK, stagger=1)
+    sequences = Stepper(model_runner).generate(prompts, 4, SAMPLING, chunk=CHUNK, stagger=1)
     model_runner.close()
-    return found
+    return sequences
 
 
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
@@ -71,8 +71,8 @@ def test_steps_in_graphs_equal_those_outside(model: str, quantization: str, tmp_
     checkpoint = make_checkpoint(tmp_path, family, dtype="bfloat16", **fields)
     eager, captured = (generate(checkpoint, quantization, graphs) for graphs in (False, True))
     compared = 0
-    for expected, found in zip(eager, captured, strict=True):
-        for ours, theirs in zip(found.samples, expected.samples, strict=True):
+    for expected, replayed in zip(eager, captured, strict=True):
+        for ours, theirs in zip(replayed.samples, expected.samples, strict=True):
             assert ours.logprobs is not None
             assert theirs.logprobs is not None
             assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=0.05)

@@ -115,7 +115,8 @@ class PlainQwen:
     """Drafts by the library's layers, without a cache."""
 
     def __init__(self, path: Path, predictor: Path) -> None:
-        self._model, self._predictor = reference_model(path), reference_model(predictor)
+        self._model = reference_model(path)
+        self._predictor = reference_model(predictor)
         weights = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
         self._fc = weights["mtp.fc.weight"]
         self._scales = [1.0 + weights[f"mtp.pre_fc_norm_{name}.weight"] for name in ("embedding", "hidden")]
@@ -126,7 +127,7 @@ class PlainQwen:
         ids = tokens[1:]
         for _ in range(count):
             inputs = self._model.model.embed_tokens(torch.tensor(ids)), hidden
-            normed = [self._norm(each, scale) for each, scale in zip(inputs, self._scales, strict=True)]
+            normed = [self._norm(rows, scale) for rows, scale in zip(inputs, self._scales, strict=True)]
             start = torch.cat(normed, dim=1) @ self._fc.T
             result = self._predictor.model(inputs_embeds=start[None]).last_hidden_state[0]
             ids = [*ids, int(self._model.lm_head(result[-1]).argmax())]
@@ -217,7 +218,7 @@ def test_acceptance_is_that_of_a_plain_loop(trained: Path) -> None:
     node = DraftedNode(config_of(trained, "V1", draft_layers=1)(), 1, ModelDrafts)
     answers = run(node, requests)
     loops = [plain_acceptance(plain, prompt, answers[rid, 0].token_ids) for rid, (prompt, _) in enumerate(requests)]
-    made, accepted = (sum(each) for each in zip(*loops, strict=True))
+    made, accepted = (sum(counts) for counts in zip(*loops, strict=True))
     assert accepted > 0.1 * made, "the model has learned too little to tell"
     assert node.num_accepted / node.num_drafts == pytest.approx(accepted / made, abs=0.01)
 

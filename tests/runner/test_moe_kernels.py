@@ -42,11 +42,12 @@ def routing_of(tokens: int, num_experts: int, top_k: int, unused: range = range(
 @pytest.mark.parametrize("num_experts", [8, 12])
 @pytest.mark.parametrize("router", ROUTERS)
 def test_chosen_experts_equal_torch(router: str, num_experts: int, has_bias: bool) -> None:
-    logits, bias = random(6, num_experts), random(num_experts, seed=1) if has_bias else None
-    found = choose_experts(logits, bias, **ROUTERS[router])
+    logits = random(6, num_experts)
+    bias = random(num_experts, seed=1) if has_bias else None
+    routing = choose_experts(logits, bias, **ROUTERS[router])
     expected = expert_reference.choose_experts(logits, bias, **ROUTERS[router])
-    assert torch.equal(found.experts, expected.experts)
-    torch.testing.assert_close(found.weights, expected.weights)
+    assert torch.equal(routing.experts, expected.experts)
+    torch.testing.assert_close(routing.weights, expected.weights)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, under Triton's interpreter
@@ -61,8 +62,10 @@ def check_products(
     routing: Routing, num_experts: int, local: range, sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """Compare both products and the sum with float32 arithmetic on the same numbers."""
-    (hidden, inner), tokens = sizes, len(routing.experts)
-    x, shared = random(tokens, hidden, dtype=dtype), random(tokens, hidden, dtype=dtype, seed=1)
+    hidden, inner = sizes
+    tokens = len(routing.experts)
+    x = random(tokens, hidden, dtype=dtype)
+    shared = random(tokens, hidden, dtype=dtype, seed=1)
     gate_up = random(num_experts, 2 * inner, hidden, dtype=dtype, seed=2) / hidden**0.5
     down = random(num_experts, hidden, inner, dtype=dtype, seed=3) / inner**0.5
     mine = slice(local.start, local.stop)
@@ -73,9 +76,9 @@ def check_products(
     expected = expert_reference.sum_of_experts(x.float(), routing, local, expert, shared.float())
     rows = group_rows(routing.experts, local)
     activated = silu_and_mul(grouped_gemm(x, gate_up[mine].contiguous(), rows))
-    found = sum_experts(grouped_gemm(activated, down[mine].contiguous(), rows), routing, local, shared)
+    total = sum_experts(grouped_gemm(activated, down[mine].contiguous(), rows), routing, local, shared)
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(total.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("local", [range(4), range(1, 3)], ids=["all", "some"])
@@ -86,7 +89,9 @@ def test_grouped_products_equal_torch(tokens: int, local: range) -> None:
 
 @pytest.mark.parametrize(("tokens", "size"), [(0, 8), (3, 24), (2, 1100)])
 def test_gate_of_shared_experts_equals_torch(tokens: int, size: int) -> None:
-    routing, x, shared = routing_of(tokens, 4, 2), random(tokens, size), random(tokens, size, seed=1)
+    routing = routing_of(tokens, 4, 2)
+    x = random(tokens, size)
+    shared = random(tokens, size, seed=1)
     gate = SharedGate(x, random(1, size, seed=2) / size**0.5)
     expected = expert_reference.sum_of_experts(x, routing, range(4), lambda number, rows: rows * number, shared, gate)
     results = x[:, None] * routing.experts[..., None]
@@ -124,19 +129,21 @@ def check_fp8(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Compare the products of local experts with dequantized weights; the error's norm is relative."""
-    (out, columns), (row_block, group), top_k = sizes, blocks, routing.experts.shape[1]
+    out, columns = sizes
+    row_block, group = blocks
+    top_k = routing.experts.shape[1]
     weight = (random(len(local), out, columns) * 50).to(torch.float8_e4m3fn)
     shape = len(local), -(-out // row_block), -(-columns // group)
     scales = random(*shape, seed=1).abs() * 1e-3
     x = random(len(routing.experts), columns, dtype=dtype, seed=2)
     inputs = fp8_products.quantize(x, group) if in_fp8 else x
-    found = grouped_fp8(inputs, weight, scales, row_block, group, group_rows(routing.experts, local, most=MOST_ROWS))
+    product = grouped_fp8(inputs, weight, scales, row_block, group, group_rows(routing.experts, local, most=MOST_ROWS))
     spread = scales.repeat_interleave(row_block, 1)[:, :out].repeat_interleave(group, 2)[..., :columns]
     every = torch.einsum("ti,eoi->teo", x.float(), weight.float() * spread)
     chosen = routing.experts.flatten().long() - local.start
     mine = (chosen >= 0) & (chosen < len(local))
     expected = every[torch.arange(len(x), device=DEVICE).repeat_interleave(top_k)[mine], chosen[mine]]
-    assert (found[mine].float() - expected).norm() <= tolerance * expected.norm()
+    assert (product[mine].float() - expected).norm() <= tolerance * expected.norm()
 
 
 def test_few_tokens_of_many_experts_are_not_sorted() -> None:
@@ -184,7 +191,8 @@ def test_grouped_products_on_a_gpu_equal_torch(
 @pytest.mark.parametrize("tokens", [1, 2, 32, 256, 2048, 8192])
 @pytest.mark.parametrize(("row_block", "group"), [(1, 512), (128, 128)])
 def test_grouped_fp8_products_on_a_gpu(tokens: int, row_block: int, group: int) -> None:
-    routing, bfloat16 = routing_of(tokens, 128, 8), torch.bfloat16
+    routing = routing_of(tokens, 128, 8)
+    bfloat16 = torch.bfloat16
     for local in (range(128), range(64, 128)):
         check_fp8(routing, local, (384, 512), (row_block, group), True, 0.04, bfloat16)
         check_fp8(routing, local, (384, 512), (row_block, group), False, 0.005, bfloat16)
@@ -195,7 +203,8 @@ def test_grouped_fp8_products_on_a_gpu(tokens: int, row_block: int, group: int) 
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_a_graph_of_a_mixture_follows_other_routings(tokens: int) -> None:
     """Nothing waits for the host, and nothing of the captured routing stays."""
-    logits, x = random(tokens, 16, seed=1), random(tokens, 64, dtype=torch.bfloat16)
+    logits = random(tokens, 16, seed=1)
+    x = random(tokens, 64, dtype=torch.bfloat16)
     weight = random(16, 32, 64, dtype=torch.bfloat16, seed=2)
 
     def compute() -> Tensor:

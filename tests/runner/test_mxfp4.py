@@ -55,7 +55,8 @@ def stack_of(
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(110, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
-    blocks, scales = blocks.to(DEVICE), scales.to(DEVICE)
+    blocks = blocks.to(DEVICE)
+    scales = scales.to(DEVICE)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE)
     table = torch.cat((table, -table))
     values = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(3).int()]
@@ -89,7 +90,8 @@ def fill(group: WeightGroup, stored: dict[str, Tensor]) -> None:
 def test_packed_weights_are_those_of_the_checkpoint(inputs: int, gated: bool) -> None:
     stack, expected = stack_of(2, 32 if gated else 5, inputs, torch.float32, gated)
     assert torch.equal(torch.stack([stack.expert(index, torch.float32) for index in range(2)]), expected)
-    words, address = stack.words.clone(), stack.words.data_ptr()
+    words = stack.words.clone()
+    address = stack.words.data_ptr()
     stack.restore()  # as a patch of a bias does
     stack.process_weights_after_loading()
     assert (stack.words.data_ptr(), torch.equal(stack.words, words)) == (address, True)
@@ -109,15 +111,16 @@ def check_products(
     outputs, inputs = sizes
     routing = routing_of(tokens, num_experts, top_k)
     stack, weight = stack_of(len(local), outputs, inputs, dtype)
-    x, bias = random(tokens, inputs, dtype=dtype, seed=2), random(len(local), outputs, dtype=dtype, seed=3)
-    found = grouped_mxfp4(x, stack.words, stack.scales, bias, rows_of_experts(routing.experts, local)).float()
+    x = random(tokens, inputs, dtype=dtype, seed=2)
+    bias = random(len(local), outputs, dtype=dtype, seed=3)
+    product = grouped_mxfp4(x, stack.words, stack.scales, bias, rows_of_experts(routing.experts, local)).float()
     chosen = routing.experts.flatten().long() - local.start
     mine = (chosen >= 0) & (chosen < len(local))
     for index in range(len(local)):
         rows = (mine & (chosen == index)).nonzero().flatten()
         expected = x[rows // top_k].float() @ weight[index].t() + bias[index].float()
         tolerance = {torch.float32: 1e-5, torch.float16: 1e-3}.get(dtype, 4e-3)
-        assert (found[rows] - expected).norm() <= tolerance * expected.norm()
+        assert (product[rows] - expected).norm() <= tolerance * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -133,15 +136,16 @@ def check_activations(tokens: int, sizes: tuple[int, int], dtype: torch.dtype, n
     outputs, inputs = sizes
     routing = routing_of(tokens, num_experts, top_k)
     stack, weight = stack_of(num_experts, outputs, inputs, dtype, gated=True)
-    x, bias = random(tokens, inputs, dtype=dtype, seed=2) / 8, random(num_experts, outputs, dtype=dtype, seed=3)
+    x = random(tokens, inputs, dtype=dtype, seed=2) / 8
+    bias = random(num_experts, outputs, dtype=dtype, seed=3)
     rows = rows_of_experts(routing.experts, range(num_experts))
-    found = stack.activations(x, bias, rows, 1.702, 7.0).float()
+    activations = stack.activations(x, bias, rows, 1.702, 7.0).float()
     chosen = routing.experts.flatten().long()
     for index in range(num_experts):
         mine = (chosen == index).nonzero().flatten()
         gates_and_ups = x[mine // top_k].float() @ weight[index].t() + bias[index].float()
         expected = clamped_swiglu(gates_and_ups, 1.702, 7.0)
-        assert (found[mine] - expected).norm() <= (1e-5 if dtype == torch.float32 else 4e-3) * expected.norm()
+        assert (activations[mine] - expected).norm() <= (1e-5 if dtype == torch.float32 else 4e-3) * expected.norm()
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -162,7 +166,8 @@ def test_activations_on_a_gpu(tokens: int) -> None:
 def test_products_are_the_same_each_time(tokens: int) -> None:
     """Weights that a compiler overwrites too early are wrong at random."""
     stack, _ = stack_of(128, 2880, 2880, torch.bfloat16)
-    x, bias = random(tokens, 2880, dtype=torch.bfloat16), random(128, 2880, dtype=torch.bfloat16, seed=3)
+    x = random(tokens, 2880, dtype=torch.bfloat16)
+    bias = random(128, 2880, dtype=torch.bfloat16, seed=3)
     rows = rows_of_experts(routing_of(tokens, 128, 4).experts, range(128))
     first = grouped_mxfp4(x, stack.words, stack.scales, bias, rows)
     for _ in range(50):
@@ -189,13 +194,11 @@ def test_grouped_products_on_a_gpu(tokens: int, dtype: torch.dtype) -> None:
 def test_weights_are_exact_in_registers() -> None:
     """A product with the unit matrix returns them."""
     stack, weight = stack_of(1, 64, 64, torch.bfloat16)
-    x, bias = (
-        torch.eye(64, dtype=torch.bfloat16, device=DEVICE),
-        torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE),
-    )
+    x = torch.eye(64, dtype=torch.bfloat16, device=DEVICE)
+    bias = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
     rows = rows_of_experts(torch.zeros(64, 1, dtype=torch.int32, device=DEVICE), range(1))
-    found = grouped_mxfp4(x, stack.words, stack.scales, bias, rows)
-    assert torch.equal(found.t(), weight[0].bfloat16())
+    product = grouped_mxfp4(x, stack.words, stack.scales, bias, rows)
+    assert torch.equal(product.t(), weight[0].bfloat16())
 
 
 @pytest.mark.gpu
@@ -203,7 +206,8 @@ def test_weights_are_exact_in_registers() -> None:
 @pytest.mark.parametrize("tokens", [1, 33])
 def test_a_graph_follows_other_routings(tokens: int) -> None:
     stack, _ = stack_of(16, 96, 128, torch.bfloat16)
-    x, bias = random(tokens, 128, dtype=torch.bfloat16), random(16, 96, dtype=torch.bfloat16, seed=3)
+    x = random(tokens, 128, dtype=torch.bfloat16)
+    bias = random(16, 96, dtype=torch.bfloat16, seed=3)
     experts = routing_of(tokens, 16, 4).experts
 
     def compute() -> Tensor:
@@ -229,7 +233,9 @@ def test_a_compiler_that_drops_the_product_is_refused() -> None:
 @pytest.mark.parametrize("use_triton", [False, True])
 def test_shards_of_experts_sum_to_the_whole(use_triton: bool) -> None:
     """Tensor shards slice experts along blocks of 32; expert shards have whole experts."""
-    num_experts, hidden, inner = 4, 64, 96
+    num_experts = 4
+    hidden = 64
+    inner = 96
     stored: dict[str, Tensor] = {
         "gate_up_proj_bias": random(num_experts, 2 * inner, seed=3),
         "down_proj_bias": random(num_experts, hidden, seed=4),
@@ -238,7 +244,8 @@ def test_shards_of_experts_sum_to_the_whole(use_triton: bool) -> None:
         stored |= mxfp4_experts(name, random(num_experts, *size, seed=len(name)).cpu() / 8)[0]
     moe = MoEConfig(num_experts=num_experts, top_k=2, intermediate_size=inner, has_bias=True, swiglu_limit=7.0)
     placement = TensorPlacement(DEVICE, torch.float32, torch.float32, use_triton=use_triton)
-    x, routing = random(5, hidden), routing_of(5, num_experts, 2)
+    x = random(5, hidden)
+    routing = routing_of(5, num_experts, 2)
 
     def output(local: range, part: ShardRange) -> Tensor:
         experts = BiasedExperts(ExpertsShard(local, num_experts, hidden, part), moe, placement, mxfp4=True)
@@ -280,7 +287,8 @@ def test_changed_weights_are_packed_again(tmp_path: Path) -> None:
     built = runner.build(
         node_config(first, runner="V2", device=DEVICE.type, num_blocks=8), lambda stage, fraction: None
     )
-    stepper, name = Stepper(built), "model.layers.1.mlp.experts.down_proj"
+    stepper = Stepper(built)
+    name = "model.layers.1.mlp.experts.down_proj"
     packed = write_patch(tmp_path / "packed", {f"{name}_blocks.rows.0": torch.zeros(1, 96, 2, 16, dtype=torch.uint8)})
     bias = load_file(second / "model.safetensors")[f"{name}_bias"]
     for change in (

@@ -47,7 +47,8 @@ def test_all_reduce_and_gather_stay_within_a_stage_and_the_minimum_spans_all_ran
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     with ExitStack() as ends:
         listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-        fd, ranks = listener.fileno(), []
+        fd = listener.fileno()
+        ranks = []
         for rank in range(4):
             rendezvous = f"127.0.0.1:{listener.getsockname()[1]}" if rank else str(fd)
             command = [sys.executable, "-c", SCRIPT, str(rank), rendezvous]

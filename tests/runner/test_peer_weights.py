@@ -62,7 +62,8 @@ def test_weights_of_a_peer_are_used_if_their_digests_are_right(
     serving: ModelRunner, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One tensor is offered at the address of another one of its size."""
-    expected, memory = tokens(serving), serving.offered_weights()
+    expected = tokens(serving)
+    memory = serving.offered_weights()
     first, second = (
         part for part in memory.parts if ".experts.0.gate_proj" in part.name or ".experts.1.gate_proj" in part.name
     )
@@ -76,9 +77,9 @@ def test_weights_of_a_peer_are_used_if_their_digests_are_right(
         source.close()
     assert f"{first.name} from a peer is corrupted" in caplog.text
     assert f"weights: {len(parts) - 1} tensors" in caplog.text
-    known = known_digests(checkpoint)
-    assert known is not None
-    assert {part.name for part in parts} < known.tensors.keys()
+    digests = known_digests(checkpoint)
+    assert digests is not None
+    assert {part.name for part in parts} < digests.tensors.keys()
 
 
 def test_rows_whose_order_alternates_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,8 @@ def test_rows_whose_order_alternates_are_read_from_the_disk(tmp_path: Path, monk
     while known_digests(checkpoint) is None:  # files of the last moment are not cached
         checkpoint_digests(checkpoint)
     serving = runner.build(node_config(checkpoint), lambda stage, fraction: None)
-    expected, memory = tokens(serving), serving.offered_weights()
+    expected = tokens(serving)
+    memory = serving.offered_weights()
     offered = {part.name.rsplit(".", 2)[1] for part in memory.parts if ".self_attn." in part.name}
     assert "kv_b_proj" in offered
     assert not offered & {"q_b_proj", "kv_a_proj_with_mqa"}
@@ -107,10 +109,11 @@ def test_rows_of_gated_delta_nets_are_read_in_runs(
     """Without oneDNN, linear weights stay in memory as they were loaded, as on a GPU: then no tensor is read here."""
     monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     checkpoint = make_checkpoint(tmp_path / "model", family)
-    while (known := known_digests(checkpoint)) is None:  # files of the last moment are not cached
+    while (digests := known_digests(checkpoint)) is None:  # files of the last moment are not cached
         checkpoint_digests(checkpoint)
     serving = runner.build(node_config(checkpoint), lambda stage, fraction: None)
-    expected, memory = tokens(serving), serving.offered_weights()
+    expected = tokens(serving)
+    memory = serving.offered_weights()
     names = [part.name for part in memory.parts]
     merged = "layers.0.linear_attn.in_proj_qkvz.weight"
     assert any(name.endswith(merged) for name in names) == (family == "qwen3_next")
@@ -122,9 +125,11 @@ def test_rows_of_gated_delta_nets_are_read_in_runs(
     finally:
         source.close()
         serving.close()
-    assert set(names) == known.tensors.keys()
-    num_bytes = sum(tensor.end - tensor.begin for each in read_headers(checkpoint).values() for tensor in each.values())
-    assert f"weights: {len(known.tensors)} tensors, {num_bytes} B from a peer" in caplog.text
+    assert set(names) == digests.tensors.keys()
+    num_bytes = sum(
+        tensor.end - tensor.begin for header in read_headers(checkpoint).values() for tensor in header.values()
+    )
+    assert f"weights: {len(digests.tensors)} tensors, {num_bytes} B from a peer" in caplog.text
 
 
 Lie = Callable[[RankWeights], RankWeights]
@@ -190,8 +195,11 @@ class EndingReader:
     """A reader that calls ``end`` before its tenth tensor."""
 
     def __init__(self, reader: WeightReader, end: Callable[[], None]) -> None:
-        self.peer, self.open, self.close = reader.peer, reader.open, reader.close
-        self._reader, self._end = reader, end
+        self.peer = reader.peer
+        self.open = reader.open
+        self.close = reader.close
+        self._reader = reader
+        self._end = end
         self._count = itertools.count(1)
 
     @property
@@ -234,9 +242,10 @@ def test_a_peer_that_ends_half_way_costs_no_weights(
 
 def test_parts_that_do_not_make_up_a_tensor_are_not_used() -> None:
     rank = RankWeights("a", b"", "cpu", 0, ())
-    upper, lower = TensorPart("t", 1000, 32, 0, 0, 2), TensorPart("t", 2000, 32, 0, 2, 2)
+    upper = TensorPart("t", 1000, 32, 0, 0, 2)
+    lower = TensorPart("t", 2000, 32, 0, 2, 2)
     pairs = [(rank, lower), (rank, upper), (rank, upper)]
-    assert [(each.part, each.offset) for each in cover(pairs, (4, 4), 64)] == [(upper, 0), (lower, 32)]
+    assert [(read.part, read.offset) for read in cover(pairs, (4, 4), 64)] == [(upper, 0), (lower, 32)]
     assert cover([(rank, lower)], (4, 4), 64) == ()
     assert cover([(rank, upper)], (4, 4), 64) == ()
     assert cover(pairs, (4, 4), 128) == ()

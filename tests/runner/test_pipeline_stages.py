@@ -70,18 +70,18 @@ def requests_of(version: str) -> list[Request]:
     ]
 
 
-def check(requests: list[Request], found: Outputs, expected: Outputs) -> None:
+def check(requests: list[Request], actual: Outputs, expected: Outputs) -> None:
     for rid, request in enumerate(requests):
         if request.cancelled_after < len(expected[rid, 0]):
-            assert len(found[rid, 0]) == request.cancelled_after
+            assert len(actual[rid, 0]) == request.cancelled_after
             expected[rid, 0] = expected[rid, 0][: request.cancelled_after]
 
     def tokens(outputs: Outputs) -> dict[tuple[int, int], list[int]]:
         return {key: [sample.token_id for sample in samples] for key, samples in outputs.items()}
 
-    assert tokens(found) == tokens(expected)
+    assert tokens(actual) == tokens(expected)
     for key, samples in expected.items():
-        for ours, theirs in zip(found[key], samples, strict=True):
+        for ours, theirs in zip(actual[key], samples, strict=True):
             assert (ours.logprobs is None) == (theirs.logprobs is None)
             if ours.logprobs is not None and theirs.logprobs is not None:
                 assert ours.logprobs.top_ids == theirs.logprobs.top_ids
@@ -109,8 +109,8 @@ def check_cases(cases: list[Case], folder: Path) -> None:
                     stage_layers=stage_layers,
                 )
                 requests = requests_of(version)
-                found = generate(node.started(config), config, requests, at_once=5)
-                check(requests, found, generate_alone(config_of(directory, version), requests))
+                outputs = generate(node.started(config), config, requests, at_once=5)
+                check(requests, outputs, generate_alone(config_of(directory, version), requests))
 
 
 @pytest.mark.slow

@@ -27,5 +27,5 @@ def test_two_stages_sample_the_tokens_of_one_gpu(tmp_path: Path, version: str) -
     config = config_of(directory, version, pp=2, device="cuda")
     requests = requests_of(version) + requests_of("V1")
     with StagedNode(2) as node:
-        found = generate(node.started(config), config, requests, at_once=5)
-    check(requests, found, generate_alone(config_of(directory, version, device="cuda"), requests))
+        outputs = generate(node.started(config), config, requests, at_once=5)
+    check(requests, outputs, generate_alone(config_of(directory, version, device="cuda"), requests))

@@ -21,20 +21,21 @@ def sequence(seq: int, num_computed: int) -> NewSequence:
 def test_sum_counts_each_token_once(parts: list[tuple[int, bool, int]]) -> None:
     """A part of some tokens; then perhaps a preemption that leaves some computed tokens in the cache."""
     states = torch.randn(LENGTH, 3, generator=torch.Generator().manual_seed(0))
-    sums, done = PromptSums(4), 0
+    sums = PromptSums(4)
+    done = 0
     sums.add(sequence(1, 0))
     for length, preempted, dropped in [*parts, (LENGTH, False, 0)]:
-        found = sums.count(1, states[done : done + length])
+        prompt_sum = sums.count(1, states[done : done + length])
         done = min(done + length, LENGTH)
-        assert found is not None
+        assert prompt_sum is not None
         if preempted:
             done = max(0, done - dropped)
             sums.remove(1)
             sums.add(sequence(1, done))
-    found = sums.count(1, states[done:])
-    assert found is not None
-    assert found.num_tokens == LENGTH
-    assert torch.allclose(found.total, states.sum(0), atol=1e-5)
+    prompt_sum = sums.count(1, states[done:])
+    assert prompt_sum is not None
+    assert prompt_sum.num_tokens == LENGTH
+    assert torch.allclose(prompt_sum.total, states.sum(0), atol=1e-5)
 
 
 def test_lost_sum_is_no_sum() -> None:
@@ -46,6 +47,6 @@ def test_lost_sum_is_no_sum() -> None:
     sums.add(sequence(1, 5))
     assert sums.count(1, torch.ones(5, 3)) is None, "its first five tokens are not known"
     sums.add(sequence(3, 5))
-    found = sums.count(3, torch.ones(5, 3))
-    assert found is not None
-    assert found.total.tolist() == [10.0] * 3
+    prompt_sum = sums.count(3, torch.ones(5, 3))
+    assert prompt_sum is not None
+    assert prompt_sum.total.tolist() == [10.0] * 3

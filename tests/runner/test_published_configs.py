@@ -161,7 +161,8 @@ def test_explain_refuses_a_checkpoint_that_a_node_refuses(
 def test_a_node_process_ends_with_the_words_of_explain(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    directory, flags = tmp_path / "model", ["--device", "cpu", "--kv-cache-memory", "64MiB", "--max-model-len", "256"]
+    directory = tmp_path / "model"
+    flags = ["--device", "cpu", "--kv-cache-memory", "64MiB", "--max-model-len", "256"]
     if name in CHECKPOINTS:
         CHECKPOINTS[name][0](directory)
     else:
@@ -189,9 +190,9 @@ def test_layers_without_values_tell_what_loaded_ones_do(tmp_path: Path) -> None:
 
 def refused_types() -> set[str]:
     return {
-        each for line in PAGE.read_text().splitlines() if line.startswith("| refused") for each in types_of_row(line)
+        kind for line in PAGE.read_text().splitlines() if line.startswith("| refused") for kind in types_of_row(line)
     }
 
 
 def types_of_row(row: str) -> list[str]:
-    return [each.strip() for each in row.split("|")[2].split(",")]
+    return [kind.strip() for kind in row.split("|")[2].split(",")]

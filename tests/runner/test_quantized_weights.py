@@ -69,8 +69,8 @@ def test_weights_and_their_parts_are_exact(name: str, size: tuple[int, int], dev
     stored, expected = quantizer("m.proj", weight)
     assert (expected - weight).abs().max() < 0.5 * weight.abs().max()
     for index in (..., slice(37, 61), (slice(None), slice(61, 139)), (slice(3, 50), slice(1, 2))):
-        found = weight_of(tmp_path, config, stored, "m.proj.weight", index, torch.device(device)).cpu()
-        torch.testing.assert_close(found, expected[index], rtol=0, atol=0)
+        values_of_part = weight_of(tmp_path, config, stored, "m.proj.weight", index, torch.device(device)).cpu()
+        torch.testing.assert_close(values_of_part, expected[index], rtol=0, atol=0)
 
 
 def test_large_weights_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_fp8_blocks_equal_those_of_transformers(scale_dtype: torch.dtype, tmp_pa
     library: Any = Fp8Dequantize
     expected = library(None)._dequantize_one(values, scales, torch.bfloat16)
     stored = {"a.weight": values, "a.weight_scale_inv": scales}
-    found = weight_of(tmp_path, FORMATS["fp8 blocks"].config, stored, "a.weight").bfloat16()
-    assert torch.equal(found, expected)
+    weight = weight_of(tmp_path, FORMATS["fp8 blocks"].config, stored, "a.weight").bfloat16()
+    assert torch.equal(weight, expected)
 
 
 def test_fused_fp8_experts_have_blocks_per_expert(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_fused_fp8_experts_have_blocks_per_expert(tmp_path: Path) -> None:
     spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
     stored = {"experts.gate_up_proj": values, "experts.gate_up_proj_scale_inv": scales}
     for index in (..., slice(1, 3), (slice(None), slice(100, 150), slice(7, 290))):
-        found = weight_of(tmp_path, FORMATS["fp8 blocks"].config, stored, "experts.gate_up_proj", index)
-        assert torch.equal(found, (values.float() * spread)[index])
+        weight = weight_of(tmp_path, FORMATS["fp8 blocks"].config, stored, "experts.gate_up_proj", index)
+        assert torch.equal(weight, (values.float() * spread)[index])
 
 
 def test_mxfp4_equals_that_of_transformers(tmp_path: Path) -> None:
@@ -107,18 +107,19 @@ def test_mxfp4_equals_that_of_transformers(tmp_path: Path) -> None:
     stored = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     for index in (..., slice(1, 2), (slice(None), slice(5, 70), slice(2, 5))):
-        found = weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "experts.down_proj", index)
-        assert torch.equal(found, expected[index])
+        weight = weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "experts.down_proj", index)
+        assert torch.equal(weight, expected[index])
 
 
 def test_mxfp4_by_hand(tmp_path: Path) -> None:
     """Low four bits first: 0x21 is 0.5 then 1; 0xF7 is 6 then -6. Scale 129 is 2^2, 0 is 2^-127."""
     blocks = torch.zeros(1, 1, 2, 16, dtype=torch.uint8)
-    blocks[0, 0, :, 0], blocks[0, 0, :, 1] = 0x21, 0xF7
+    blocks[0, 0, :, 0] = 0x21
+    blocks[0, 0, :, 1] = 0xF7
     stored = {"x_blocks": blocks, "x_scales": torch.tensor([[[129, 0]]], dtype=torch.uint8)}
-    found = weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "x")[0, :, 0]
-    assert found[:5].tolist() == [2.0, 4.0, 24.0, -24.0, 0.0]
-    assert found[32:35].tolist() == [2.0**-128, 2.0**-127, 6 * 2.0**-127]
+    weight = weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "x")[0, :, 0]
+    assert weight[:5].tolist() == [2.0, 4.0, 24.0, -24.0, 0.0]
+    assert weight[32:35].tolist() == [2.0**-128, 2.0**-127, 6 * 2.0**-127]
     assert weight_of(tmp_path, {"quant_method": "mxfp4"}, stored, "x").shape == (1, 64, 1)
 
 
@@ -152,9 +153,9 @@ def test_gptq_zero_points_by_hand(options: dict[str, Any], word: int, zeros: lis
         "a.g_idx": torch.tensor([0, 1] * 8, dtype=torch.int32),
     }
     config = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True, "sym": False, **options}
-    found = weight_of(tmp_path, config, stored, "a.weight")
-    assert found[:, 0].tolist() == [-zero for zero in zeros]
-    assert found[:, 1].tolist() == ([-7] * 8 if options.get("checkpoint_format") else [-8] * 8)
+    weight = weight_of(tmp_path, config, stored, "a.weight")
+    assert weight[:, 0].tolist() == [-zero for zero in zeros]
+    assert weight[:, 1].tolist() == ([-7] * 8 if options.get("checkpoint_format") else [-8] * 8)
 
 
 def tokens(directory: Path, **options: Any) -> list[int]:
@@ -240,7 +241,8 @@ def resolved(directory: Path, impl: str = "auto", **environ: str) -> Any:
 def test_the_dequantized_size_counts_and_is_said(impl: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama", num_hidden_layers=1)
     quantized = quantize(plain, tmp_path / "quantized", "compressed w4a16")
-    config, position = resolved(quantized, impl), resolved(plain, impl).position
+    config = resolved(quantized, impl)
+    position = resolved(plain, impl).position
     assert weight_bytes(config.model, position, "float32") == weight_bytes(
         load_model_config(plain, impl), position, "float32"
     )

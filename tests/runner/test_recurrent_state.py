@@ -20,11 +20,11 @@ import runner
 from connector.backends.null import NullConnector
 from connector.setup import ConnectorSetup
 from engine.executor.rank import Rank
+from pdserve.kv.states import NO_SLOT
 from pdserve.protocols import ModelRunner
 from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepOutput, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
 from runner.warmup import run_largest_steps, run_mixed_steps, run_small_steps
 
 Build = Callable[..., ModelRunner]
@@ -69,22 +69,23 @@ def new(
 
 
 def step(model_runner: ModelRunner, number: int, *scheduled: tuple[int, int, int], **fields: Any) -> StepOutput:
-    each = tuple(ScheduledSequence(*of_sequence) for of_sequence in scheduled)
-    return model_runner.launch(StepPlan(number, scheduled=each, **fields)).result()
+    sequences = tuple(ScheduledSequence(*of_sequence) for of_sequence in scheduled)
+    return model_runner.launch(StepPlan(number, scheduled=sequences, **fields)).result()
 
 
 def decode(model_runner: ModelRunner, seqs: tuple[int, ...], steps: int) -> list[list[int]]:
     """Return the tokens of each sequence."""
-    found = []
+    sampled = []
     for number in range(steps):
         scheduled = tuple(ScheduledSequence.decode(seq) for seq in seqs)
         plan = StepPlan(100 + number, scheduled=scheduled, num_decodes=len(seqs))
-        found.append(model_runner.launch(plan).result().token_ids)
-    return [list(tokens) for tokens in zip(*found, strict=True)]
+        sampled.append(model_runner.launch(plan).result().token_ids)
+    return [list(tokens) for tokens in zip(*sampled, strict=True)]
 
 
 def slot_bytes(model_runner: ModelRunner, slot: int) -> bytes:
-    layout, region = model_runner.state_layout, model_runner.state_region
+    layout = model_runner.state_layout
+    region = model_runner.state_region
     assert layout is not None
     assert region is not None
     if region.device == "cuda":
@@ -95,8 +96,10 @@ def slot_bytes(model_runner: ModelRunner, slot: int) -> bytes:
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_a_snapshot_continues_with_other_tokens(build: Build, expected: Callable[[list[int]], list[int]]) -> None:
     """The first sequence goes on, so that its own slot has another state when the snapshot is used."""
-    model_runner, prefix = build(), prompt_of(32)
-    first, second = prefix + prompt_of(9, 1), prefix + prompt_of(20, 2)
+    model_runner = build()
+    prefix = prompt_of(32)
+    first = prefix + prompt_of(9, 1)
+    second = prefix + prompt_of(20, 2)
     step(model_runner, 0, (0, 32, 0), new=(new(0, first, (0, 1, 2), slot=3),), state_copies=((3, 6),))
     snapshot = slot_bytes(model_runner, 6)
     assert snapshot == slot_bytes(model_runner, 3)
@@ -113,8 +116,8 @@ def test_a_used_slot_starts_again_with_zeros(build: Build, expected: Callable[[l
     model_runner = build(state_slots=2)
     step(model_runner, 0, (0, 20, 1), new=(new(0, prompt_of(20), (0, 1), slot=1),))
     prompt = prompt_of(5, 3)
-    found = list(step(model_runner, 1, (1, 5, 1), finished=(0,), new=(new(1, prompt, (2,), slot=1),)).token_ids)
-    assert found + decode(model_runner, (1,), NUM_TOKENS - 1)[0] == expected(prompt)
+    first = list(step(model_runner, 1, (1, 5, 1), finished=(0,), new=(new(1, prompt, (2,), slot=1),)).token_ids)
+    assert first + decode(model_runner, (1,), NUM_TOKENS - 1)[0] == expected(prompt)
 
 
 def test_slots_are_copied_also_without_a_batch(build: Build) -> None:
@@ -131,8 +134,10 @@ def test_a_state_that_was_read_from_a_peer_continues(
     prompt = prompt_of(32)
     prefill, decoding = (build_runner(checkpoint, version, device="cpu") for version in ("V1", "V2"))
     step(prefill, 0, (0, 31, 0), new=(new(0, prompt, (5, 2), slot=3),), state_copies=((3, 4),))
-    layout, kv = prefill.state_layout, prefill.kv_layout
-    ours, theirs = decoding.state_region, prefill.state_region
+    layout = prefill.state_layout
+    kv = prefill.kv_layout
+    ours = decoding.state_region
+    theirs = prefill.state_region
     assert layout is not None
     assert ours is not None
     assert theirs is not None
@@ -140,17 +145,19 @@ def test_a_state_that_was_read_from_a_peer_continues(
     assert ours.num_bytes == layout.total_bytes
     ctypes.memmove(ours.address + 7 * layout.slot_bytes, theirs.address + 4 * layout.slot_bytes, layout.slot_bytes)
     for to, block in ((0, 5), (1, 2)):
-        to_address, from_address = decoding.kv_region.address, prefill.kv_region.address
+        to_address = decoding.kv_region.address
+        from_address = prefill.kv_region.address
         ctypes.memmove(to_address + to * kv.block_bytes, from_address + block * kv.block_bytes, kv.block_bytes)
     order = DigestOrder((5, 2), 31, state_slots=(4,))
     assert prefill.digest(order).result() == decoding.digest(DigestOrder((0, 1), 31, state_slots=(7,))).result()
     arrived = new(0, prompt, (0, 1, 2), slot=7, computed=31, source=7)
-    found = list(step(decoding, 0, (0, 1, 1), new=(arrived,)).token_ids)
-    assert found + decode(decoding, (0,), NUM_TOKENS - 1)[0] == expected(prompt)
+    first = list(step(decoding, 0, (0, 1, 1), new=(arrived,)).token_ids)
+    assert first + decode(decoding, (0,), NUM_TOKENS - 1)[0] == expected(prompt)
 
 
 def test_digests_of_a_step_are_those_behind_its_copies(build: Build) -> None:
-    model_runner, orders = build(), (DigestOrder((0,), 16, state_slots=(5,)), DigestOrder((), 0, state_slots=(2, 5)))
+    model_runner = build()
+    orders = (DigestOrder((0,), 16, state_slots=(5,)), DigestOrder((), 0, state_slots=(2, 5)))
     output = step(
         model_runner,
         0,
@@ -171,7 +178,9 @@ def test_turns_over_one_prefix_continue_from_snapshots(
     version: str, checkpoint: Path, expected: Callable[[list[int]], list[int]]
 ) -> None:
     """The scheduler takes snapshots and finds them: turns of a dialogue, each with a branch that leaves it early."""
-    numbers, turn, prompts = random.Random(4), prompt_of(50), []
+    numbers = random.Random(4)
+    turn = prompt_of(50)
+    prompts = []
     for _ in range(4):
         branch = turn[:35] + [numbers.randrange(128) for _ in range(7)]
         prompts += [turn, branch]
@@ -183,19 +192,20 @@ def test_turns_over_one_prefix_continue_from_snapshots(
     rank = Rank(runner.build(config, lambda stage, fraction: None), NullConnector(ConnectorSetup()))
     greedy = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True)
     outputs = generate(rank, config, [Request(tuple(prompt), greedy) for prompt in prompts], at_once=1)
-    found = [[sample.token_id for sample in outputs[number, 0]] for number in range(len(prompts))]
-    assert found == [expected(prompt) for prompt in prompts]
+    answers = [[sample.token_id for sample in outputs[number, 0]] for number in range(len(prompts))]
+    assert answers == [expected(prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_warm_up_has_no_effect(build: Build, checkpoint: Path, expected: Callable[[list[int]], list[int]]) -> None:
     limits: dict[str, Any] = {"max_num_seqs": 2, "max_batch_tokens": 20, "max_model_len": 64, "num_blocks": 12}
-    model_runner, config = build(**limits, state_slots=2), node_config(checkpoint, **limits)
+    model_runner = build(**limits, state_slots=2)
+    config = node_config(checkpoint, **limits)
     run_largest_steps(model_runner, config)
     run_small_steps(model_runner, config)
     run_mixed_steps(model_runner, config)
-    (found,) = Stepper(model_runner).generate([prompt_of(12)], NUM_TOKENS)
-    assert found.output == expected(prompt_of(12))
+    (sequence,) = Stepper(model_runner).generate([prompt_of(12)], NUM_TOKENS)
+    assert sequence.output == expected(prompt_of(12))
 
 
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
@@ -218,10 +228,10 @@ def test_few_tokens_of_prompts_in_a_graph_yield_what_they_do_outside(checkpoint:
     """Chunks of four tokens, as behind a handoff; then decodes, beside padding."""
     config = node_config(checkpoint, runner="V2", attention_backend="triton", device="cuda")
     prompts = [prompt_of(13 + 5 * seed, seed) for seed in range(count)]
-    found = []
+    outputs = []
     for graphs in (True, False):
         built = runner.build(msgspec.structs.replace(config, cuda_graphs=graphs), lambda stage, fraction: None)
         assert not built.launches_by_layer(StepPlan(0, scheduled=(ScheduledSequence(0, 4, 1),)))
-        found.append([each.output for each in Stepper(built).generate(prompts, 8, chunk=4)])
+        outputs.append([sequence.output for sequence in Stepper(built).generate(prompts, 8, chunk=4)])
         built.close()
-    assert found[0] == found[1]
+    assert outputs[0] == outputs[1]

@@ -53,14 +53,14 @@ def compiled(kernels: list[str]) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=TESTS.parent, check=False)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [each["kernel"] for each in results] == kernels
+    assert [result["kernel"] for result in results] == kernels
     return results
 
 
 def check(kernels: list[str]) -> None:
     results = compiled(kernels)
-    assert all(each["products"] for each in results), "the kernel has products with registers"
-    assert [each for each in results if each["overwritten"]] == []
+    assert all(result["products"] for result in results), "the kernel has products with registers"
+    assert [result for result in results if result["overwritten"]] == []
 
 
 @pytest.mark.slow
@@ -73,14 +73,14 @@ def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
     """The interpreter accepts more than the compiler. Two kernels spill: with fewer registers they are faster."""
     names = ["decodes", "prompts", "history", "rule", "commit", "invert", "advance", "norm", "sigmoid"]
     results = compiled([f"delta:{name}" for name in names])
-    assert [each for each in results if each["overwritten"]] == []
-    assert {each["kernel"] for each in results if each["spilled"]} <= {"delta:prompts", "delta:invert"}
+    assert [result for result in results if result["overwritten"]] == []
+    assert {result["kernel"] for result in results if result["spilled"]} <= {"delta:prompts", "delta:invert"}
 
 
 @pytest.mark.slow
 def test_kernels_of_latent_attention_compile_for_hopper() -> None:
     results = compiled([f"latent:{name}" for name in ("store", "gather", "decode", "several", "prefill")])
-    assert [each for each in results if each["overwritten"]] == []
+    assert [result for result in results if result["overwritten"]] == []
 
 
 @pytest.mark.slow

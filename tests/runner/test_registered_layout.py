@@ -20,7 +20,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.kv import DTYPE_BYTES, KVLayout, KVRegion, KVShare
+from pdserve.kv.layout import DTYPE_BYTES, KVLayout, KVRegion, KVShare
 from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from runner.kv_digest import KVDigester
@@ -34,7 +34,9 @@ HERE = [("V1", "torch"), ("V1", "triton"), ("V2", "triton")]
 ON_A_GPU = [("V1", "torch"), ("V1", "triton"), ("V1", "flashinfer"), ("V2", "triton"), ("V2", "flashinfer")]
 BLOCK_SIZES = {16: 16, 32: 32, 48: 16, 64: 64, 96: 32, 128: 64}  # tokens: the kernel page
 NUM_BLOCKS = 5
-LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 64
+LAYERS = 2
+KV_HEADS = 2
+HEAD_DIM = 64
 NEW = 6  # tokens, half of them before the end of a page and of a block
 
 
@@ -81,8 +83,8 @@ def read_block(region: KVRegion, layout: KVLayout, block: int) -> Tensor:
 
 @pytest.mark.parametrize(("block_size", "page"), BLOCK_SIZES.items())
 def test_every_runner_and_backend_resolves_to_one_layout(checkpoint: Path, block_size: int, page: int) -> None:
-    layouts = [configure(checkpoint, "cuda", *each, block_size).kv_layout for each in ON_A_GPU]
-    layouts += [configure(checkpoint, "cpu", *each, block_size).kv_layout for each in HERE]
+    layouts = [configure(checkpoint, "cuda", *choice, block_size).kv_layout for choice in ON_A_GPU]
+    layouts += [configure(checkpoint, "cpu", *choice, block_size).kv_layout for choice in HERE]
     pages = NUM_BLOCKS * block_size // page
     for layout in layouts:
         assert layout.shape == (pages, KV_HEADS, LAYERS, 2, page, HEAD_DIM)
@@ -98,7 +100,9 @@ def test_the_registered_memory_has_the_resolved_layout(
 ) -> None:
     config = configure(checkpoint, "cpu", version, backend, block_size)
     with built(config) as model_runner:
-        layout, region, cache = model_runner.kv_layout, model_runner.kv_region, model_runner._cache.tensor
+        layout = model_runner.kv_layout
+        region = model_runner.kv_region
+        cache = model_runner._cache.tensor
         assert layout == config.kv_layout
         assert (tuple(cache.shape), cache.stride(), cache.dtype) == (layout.shape, layout.strides, torch.bfloat16)
         assert (region.address, region.num_bytes) == (cache.data_ptr(), layout.total_bytes)
@@ -123,15 +127,16 @@ def test_a_step_writes_the_same_bytes_with_every_runner_and_backend(checkpoint: 
         for seq, (length, blocks) in enumerate(zip(lengths, [(3, 0), (4, 1)], strict=True))
     )
     plan = StepPlan(0, new=new, scheduled=tuple(ScheduledSequence(seq, NEW, 1) for seq in range(len(new))))
-    found = []
+    caches = []
     for version, backend in HERE:
         with built(configure(checkpoint, "cpu", version, backend, block_size, "float32")) as model_runner:
             model_runner.launch(plan).result()
-            layout, region = model_runner.kv_layout, model_runner.kv_region
-            found.append(torch.stack([read_block(region, layout, block) for block in range(NUM_BLOCKS)]))
-    assert found[0].count_nonzero() == len(new) * NEW * LAYERS * 2 * KV_HEADS * HEAD_DIM
-    for cache in found[1:]:
-        torch.testing.assert_close(cache, found[0], atol=1e-4, rtol=1e-4)
+            layout = model_runner.kv_layout
+            region = model_runner.kv_region
+            caches.append(torch.stack([read_block(region, layout, block) for block in range(NUM_BLOCKS)]))
+    assert caches[0].count_nonzero() == len(new) * NEW * LAYERS * 2 * KV_HEADS * HEAD_DIM
+    for cache in caches[1:]:
+        torch.testing.assert_close(cache, caches[0], atol=1e-4, rtol=1e-4)
 
 
 @interpreted
@@ -146,7 +151,8 @@ def test_digests_are_those_of_the_bytes_that_a_peer_reads(checkpoint: Path, vers
         first = model_runner.launch(plan).result()
         later = model_runner.launch(StepPlan(1, digests=(order, DigestOrder((3,), 16)))).result()
         beside = model_runner.digest(order).result()
-        layout, region = model_runner.kv_layout, model_runner.kv_region
+        layout = model_runner.kv_layout
+        region = model_runner.kv_region
         read = torch.cat([read_block(region, layout, block) for block in range(layout.num_blocks)])
     expected = KVDigester(read, layout, KVShare.whole(layout)).compute([order]).tolist()
     assert first.digests == (tuple(expected),)

@@ -110,7 +110,8 @@ def test_a_step_continues_with_tokens_that_the_host_has_not_seen(checkpoint: Pat
 def test_a_slot_is_reused_while_the_last_step_of_its_sequence_is_in_flight(checkpoint: Path) -> None:
     """The next sequence gets the only slot at once, and neither sequence gets tokens of the other."""
     steps = Overlapped(build(checkpoint, max_num_seqs=1))
-    old, new = prompt_of(20, 1), prompt_of(7, 2)
+    old = prompt_of(20, 1)
+    new = prompt_of(7, 2)
     steps.launch([ScheduledSequence(0, len(old), 1)], new=[new_sequence(0, old, 0)])
     for _ in range(3):
         steps.launch([one(0)])
@@ -124,7 +125,8 @@ def test_a_slot_is_reused_while_the_last_step_of_its_sequence_is_in_flight(check
 
 def test_a_prompt_joins_a_decoding_batch(checkpoint: Path) -> None:
     steps = Overlapped(build(checkpoint))
-    first, second = prompt_of(20, 1), prompt_of(25, 2)
+    first = prompt_of(20, 1)
+    second = prompt_of(25, 2)
     steps.launch([ScheduledSequence(0, 20, 1)], new=[new_sequence(0, first, 0)])
     steps.launch([one(0), ScheduledSequence(1, 15, 0)], new=[new_sequence(1, second, 10)])
     steps.launch([one(0), ScheduledSequence(1, 10, 1)])
@@ -148,7 +150,8 @@ def test_decode_batches_are_kept_between_chunks_of_a_prompt(checkpoint: Path, mo
     steps = Overlapped(build(checkpoint))
     copied.clear()
     prompts = prompt_of(20, 1), prompt_of(7, 2), prompt_of(25, 3)
-    streams, chunks = [one(0), one(1)], (9, 6, 10)
+    streams = [one(0), one(1)]
+    chunks = (9, 6, 10)
     steps.launch(
         [ScheduledSequence(seq, len(prompts[seq]), 1) for seq in range(2)],
         new=[new_sequence(seq, prompts[seq], 10 * seq) for seq in range(2)],
@@ -166,7 +169,8 @@ def test_decode_batches_are_kept_between_chunks_of_a_prompt(checkpoint: Path, mo
 def test_a_chunk_of_one_token_that_samples_nothing_leaves_other_rows_alone(checkpoint: Path) -> None:
     """With one token per sequence, a decode graph fits on a GPU; its logits also have a row for the chunk."""
     steps = Overlapped(build(checkpoint))
-    first, second = prompt_of(20, 1), prompt_of(12, 2)
+    first = prompt_of(20, 1)
+    second = prompt_of(12, 2)
     steps.launch([ScheduledSequence(0, 20, 1)], new=[new_sequence(0, first, 0)])
     steps.launch([ScheduledSequence(1, 1, 0), one(0)], new=[new_sequence(1, second, 10)])
     steps.launch([ScheduledSequence(1, 11, 1), one(0)])

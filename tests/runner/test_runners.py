@@ -139,7 +139,8 @@ def test_a_preempted_request_continues_with_the_same_tokens(build: Build) -> Non
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
 def test_a_sequence_continues_behind_blocks_that_came_after_its_first_ones(build: Build) -> None:
     """As after a split pull: the sequence ends and begins again in one step, under its number."""
-    model_runner, prompt = build(), prompt_of(40)
+    model_runner = build()
+    prompt = prompt_of(40)
     block = model_runner.kv_layout.block_size
     assert block == 16
     source = NewSequence(0, pack_tokens(prompt), 40, 0, (0, 1, 2), GREEDY)
@@ -180,8 +181,10 @@ def test_a_cached_prefix_is_not_computed_again(build: Build) -> None:
     stepper = Stepper(build())
     seq = stepper.add(prompt_of(32))
     stepper.step()
-    blocks, token = stepper.live[seq].blocks, stepper.live[seq].output[0]
-    prompt, sampling = pack_tokens(prompt_of(32)), SamplingParams(1, temperature=0)
+    blocks = stepper.live[seq].blocks
+    token = stepper.live[seq].output[0]
+    prompt = pack_tokens(prompt_of(32))
+    sampling = SamplingParams(1, temperature=0)
     hit = NewSequence(100, prompt, 32, 16, (blocks[0], stepper.free[0]), sampling)
     output = stepper.runner.launch(StepPlan(9, new=(hit,), scheduled=(ScheduledSequence(100, 16, 1),))).result()
     assert output.token_ids == (token,)
@@ -237,8 +240,8 @@ def test_warm_up_leaves_no_sequence_and_no_effect(build: Build, checkpoint: Path
     run_mixed_steps(model_runner, config)
     assert isinstance(model_runner, BaseModelRunner)
     model_runner._model.decoder.run_products([3, 20], [1, 2])
-    (found,) = Stepper(model_runner).generate([prompt_of(12)], 4)
-    assert found.output == expected.output
+    (sequence,) = Stepper(model_runner).generate([prompt_of(12)], 4)
+    assert sequence.output == expected.output
 
 
 @pytest.mark.parametrize("build", ["V1", pytest.param("V2", marks=pytest.mark.slow)], indirect=True)
@@ -268,7 +271,8 @@ def test_only_a_step_whose_plan_asks_for_them_has_parts(build: Build) -> None:
     assert not isinstance(plain, StepWithParts)
     assert plain.result().digests == ()
     mask = TokenMask(0, (1 << 7).to_bytes(16, "little"))  # allows token 7 alone of 128
-    orders, one = (DigestOrder((0, 1), 20),), (ScheduledSequence.decode(0),)
+    orders = (DigestOrder((0, 1), 20),)
+    one = (ScheduledSequence.decode(0),)
     parts = model_runner.launch(StepPlan(1, scheduled=one, digests=orders, masks=(mask,)))
     assert isinstance(parts, StepWithParts)
     output = parts.result()

@@ -24,7 +24,8 @@ from runner.warmup import DEMANDING
 
 VOCAB = 40
 EOS = (2, 5)
-M32, M64 = (1 << 32) - 1, (1 << 64) - 1
+M32 = (1 << 32) - 1
+M64 = (1 << 64) - 1
 
 
 def plain_mix64(z: int) -> int:
@@ -68,7 +69,8 @@ def plain_sample(logits: Sequence[float], p: SamplingParams, choice: int, tokens
     best = scaled[kept[0]]
     weights = {t: math.exp(scaled[t] - best) for t in kept}
     nucleus: list[int] = []
-    total, before = sum(weights.values()), 0.0
+    total = sum(weights.values())
+    before = 0.0
     for token in kept:
         if p.top_p < 1 and before >= p.top_p and nucleus:
             break
@@ -110,7 +112,7 @@ def test_tokens_equal_those_of_the_plain_sampler(
     logits = 3 * torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(numbers))
     untouched = logits.clone()
     sampler = Sampler(VOCAB, EOS, torch.device("cpu"))
-    token_ids, found = sampler.sample(
+    token_ids, logprobs = sampler.sample(
         logits,
         [
             HostSamplingRow(i, p, choice, np.array(tokens, np.int32), (len(tokens) + 1) // 2)
@@ -120,13 +122,13 @@ def test_tokens_equal_those_of_the_plain_sampler(
     for i, (row, token_id, (p, choice, tokens)) in enumerate(zip(untouched.tolist(), token_ids, batch, strict=True)):
         assert token_id == plain_sample(row, p, choice, tokens, (len(tokens) + 1) // 2)
         if p.logprobs < 0:
-            assert i not in found
+            assert i not in logprobs
             continue
         expected = torch.tensor(row).log_softmax(-1)
-        assert found[i].logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
+        assert logprobs[i].logprob == pytest.approx(expected[token_id].item(), abs=1e-4)
         top_ids = list(p.logprob_token_ids) or expected.topk(p.logprobs).indices.tolist()
-        assert list(found[i].top_ids) == top_ids
-        assert found[i].top_logprobs == pytest.approx(expected[top_ids].tolist(), abs=1e-4)
+        assert list(logprobs[i].top_ids) == top_ids
+        assert logprobs[i].top_logprobs == pytest.approx(expected[top_ids].tolist(), abs=1e-4)
 
 
 def draw(logits: torch.Tensor, sampling: list[SamplingParams], **row: Any) -> list[int]:
@@ -202,13 +204,14 @@ class ReadParams:
 
 def test_both_samplers_read_every_parameter() -> None:
     params = msgspec.structs.replace(DEMANDING, logprob_token_ids=(1,))
-    host, device = set[str](), set[str]()
+    host = set[str]()
+    device = set[str]()
     tokens = np.array([3], np.int32)
     row = HostSamplingRow(0, cast(SamplingParams, ReadParams(params, host)), 0, tokens, 1)
     Sampler(VOCAB, EOS, torch.device("cpu")).sample(torch.zeros(1, VOCAB), [row])
     builder = MetadataBuilder(VOCAB, EOS, torch.device("cpu"))
-    for each in (params, msgspec.structs.replace(params, grammar="")):  # a mask respects min_tokens
-        builder.build([DeviceSamplingRow(0, 0, cast(SamplingParams, ReadParams(each, device)), 0, 1)])
+    for sampling in (params, msgspec.structs.replace(params, grammar="")):  # a mask respects min_tokens
+        builder.build([DeviceSamplingRow(0, 0, cast(SamplingParams, ReadParams(sampling, device)), 0, 1)])
     fields = {*SamplingParams.__struct_fields__} - ELSEWHERE
     assert fields <= host
     assert fields <= device

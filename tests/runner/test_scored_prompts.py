@@ -38,16 +38,19 @@ def params_with(num_top: int) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_top)
 
 
-def check(checkpoint: Path, prompt: Sequence[int], found: Sequence[PromptLogprobs], num_top: int) -> None:
+def check(checkpoint: Path, prompt: Sequence[int], parts: Sequence[PromptLogprobs], num_top: int) -> None:
     """Check log-probabilities and ranks of all tokens but the first against transformers."""
     with torch.no_grad():
         logits = reference_model(checkpoint)(torch.tensor([prompt])).logits[0]
     expected = logits.log_softmax(-1)
     at = 1
-    for part in found:
+    for part in parts:
         assert (part.first, part.num_top) == (at, num_top)
         for row in struct.iter_unpack(f"<fI{num_top}I{num_top}f", part.table):
-            own, rank, ids, values = row[0], row[1], row[2 : 2 + num_top], row[2 + num_top :]
+            own = row[0]
+            rank = row[1]
+            ids = row[2 : 2 + num_top]
+            values = row[2 + num_top :]
             of_token = expected[at - 1]
             assert own == pytest.approx(of_token[prompt[at]].item(), abs=1e-4)
             best = of_token.topk(max(num_top, 1))
@@ -117,9 +120,9 @@ def test_every_token_is_scored_once(chunks: list[int], num_computed: int, num_sc
     computed = num_computed
     for chunk in chunks:
         step = (ScheduledSequence(1, others, 1), ScheduledSequence(7, chunk, 0))
-        for found in targets.take(step):
-            assert [row - others + computed + 1 for row in found.rows] == list(found.token_ids)
-            assert found.first == found.token_ids[0]
-            targets_seen += found.token_ids
+        for part in targets.take(step):
+            assert [row - others + computed + 1 for row in part.rows] == list(part.token_ids)
+            assert part.first == part.token_ids[0]
+            targets_seen += part.token_ids
         computed += chunk
     assert targets_seen == list(range(max(num_computed + 1, num_scored), min(end + 1, prompt_len)))

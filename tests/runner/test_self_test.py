@@ -92,7 +92,8 @@ def test_a_model_computes_in_float32_with_the_weights_that_it_has(model_type: st
     directory = make_any_checkpoint(tmp_path / "model", model_type, tie_word_embeddings=True)
     auto: Any = transformers.AutoModelForCausalLM
     model, wide = (auto.from_pretrained(directory, dtype=torch.bfloat16).eval() for _ in range(2))
-    ids, wide = torch.tensor([list(range(3, 30))]), wide.float()
+    ids = torch.tensor([list(range(3, 30))])
+    wide = wide.float()
     before = model.state_dict()
     with torch.inference_mode(), in_float32(model, 3):
         assert torch.equal(model(input_ids=ids).logits, wide(input_ids=ids).logits)

@@ -18,7 +18,7 @@ def test_decodes_have_logits_for_every_token_and_prompts_for_the_last_one() -> N
     batch = StepBatch.of(scheduled, 2, [0, 1, 2, 3, 4])
     assert batch.query_starts.tolist() == [0, 1, 4, 7, 12, 14]
     assert batch.sampling.tolist() == [0, 1, 1, 1, 2, 4]
-    assert [each.seq for each in batch.sampled] == [7, 8, 8, 8, 9, 11]
+    assert [sequence.seq for sequence in batch.sampled] == [7, 8, 8, 8, 9, 11]
     assert batch.logits_tokens.tolist() == [0, 1, 2, 3, 6, 13]
     assert batch.sample_of_row.tolist() == [0, 1, 4, -1, 5]
     assert batch.longest == 5

@@ -39,9 +39,9 @@ def loaded_shards(directory: Path, position: RankPosition) -> dict[str, WeightSh
     model_weights = weights_at(directory, position)
     shards = dict(model_weights.shards())
     with open_weights(directory, load_model_config(directory), CPU.device, CPU.stored) as stored:
-        found, names = model_weights.find(directory, stored)
+        tensors, names = model_weights.find(directory, stored)
         for name in names:
-            fill_shard(directory, name, shards[name], found[name], at_once=1 << 30)
+            fill_shard(directory, name, shards[name], tensors[name], at_once=1 << 30)
     return shards
 
 

@@ -63,7 +63,7 @@ def test_tokens_stay_the_same_after_a_preemption_or_with_a_longer_prompt() -> No
 
 def test_random_tokens_depend_on_seed_and_choice() -> None:
     def outputs(*sampling: SamplingParams) -> int:
-        return len({tuple(Stepper(build()).generate([prompt_of(9)], 4, each)[0].output) for each in sampling})
+        return len({tuple(Stepper(build()).generate([prompt_of(9)], 4, params)[0].output) for params in sampling})
 
     assert outputs(seeded(1), seeded(2), seeded(3)) == 3
     assert outputs(*(SamplingParams(1, temperature=0.0, seed=seed) for seed in range(3))) == 1
@@ -107,7 +107,9 @@ def test_decodes_yield_the_same_tokens_in_fewer_steps(mean: float) -> None:
     new = NewSequence(0, pack_tokens(prompt_of(9)), 9, 0, (0,), sampling)
     first = model_runner.launch(StepPlan(1, new=(new,), scheduled=(ScheduledSequence(0, 9, 1),))).result()
     assert first.decode_counts == ()
-    tokens, best, counts = list(first.token_ids), [first.logprobs[0].top_ids[0]], list[int]()
+    tokens = list(first.token_ids)
+    best = [first.logprobs[0].top_ids[0]]
+    counts = list[int]()
     while len(tokens) < 500:
         plan = StepPlan(2, scheduled=(ScheduledSequence.decode(0, num_drafts=3),), num_decodes=1)
         output = model_runner.launch(plan).result()
@@ -181,4 +183,4 @@ def test_tokens_depend_on_the_content_of_checkpoints_and_patches(tmp_path: Path)
     assert tokens(WeightChange(str(other))) == tokens(first, WeightChange(str(other))) == tokens(model=other)
     assert tokens(first, second) == tokens(first, second)
     changes = (), (WeightChange(str(other)),), (first,), (second,), (first, second), (second, first)
-    assert len({tokens(*each) for each in changes}) == len(changes)
+    assert len({tokens(*change) for change in changes}) == len(changes)

@@ -70,8 +70,8 @@ def test_shards_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
         for model_type, overrides in MODELS.items():
             directory = checkpoint(tmp_path, model_type, **overrides)
             config = config_of(directory, tp=2)
-            found = generate(node.started(config), config, requests())
-            assert tokens(found) == tokens(generate_alone(config_of(directory), requests())), model_type
+            outputs = generate(node.started(config), config, requests())
+            assert tokens(outputs) == tokens(generate_alone(config_of(directory), requests())), model_type
 
 
 TWO_RANKS = """
@@ -106,7 +106,8 @@ def answers_of_two_ranks(config: NodeConfig) -> list[Any]:
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)}
     with ExitStack() as ends:
         listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-        fd, ranks = listener.fileno(), []
+        fd = listener.fileno()
+        ranks = []
         for rank in range(2):
             rendezvous = f"127.0.0.1:{listener.getsockname()[1]}" if rank else str(fd)
             command = [sys.executable, "-c", TWO_RANKS, str(rank), rendezvous, msgspec.json.encode(config).decode()]
@@ -153,14 +154,14 @@ def test_a_stage_holds_its_layers_only(tmp_path: Path) -> None:
 
 def test_plans_are_read_from_the_librarys_source() -> None:
     for model_type in FAMILIES:
-        known: Any = transformers.AutoConfig.for_model(model_type)
+        config: Any = transformers.AutoConfig.for_model(model_type)
         plans = read_plans(model_type)
-        assert (plans.tp, plans.pp) == (known.base_model_tp_plan or {}, known.base_model_pp_plan or {})
+        assert (plans.tp, plans.pp) == (config.base_model_tp_plan or {}, config.base_model_pp_plan or {})
 
 
 def types_with_plans() -> list[str]:
     mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return sorted({each.model_type for each in mapping if each.base_model_tp_plan or each.base_model_pp_plan})
+    return sorted({config.model_type for config in mapping if config.base_model_tp_plan or config.base_model_pp_plan})
 
 
 @pytest.mark.slow
@@ -182,7 +183,7 @@ def test_every_type_with_a_plan_samples_the_tokens_of_one_rank(pp: int, tp: int,
             except (PdserveError, ValueError, TypeError, KeyError, AttributeError, RuntimeError):
                 continue  # refused on one rank, too, or without a small config
             config = config_of(directory, pp=pp, tp=tp)
-            found = generate(node.started(config), config, requests())
-            assert tokens(found) == tokens(expected), model_type
+            outputs = generate(node.started(config), config, requests())
+            assert tokens(outputs) == tokens(expected), model_type
             tried += 1
     assert tried >= {(1, 2): 69, (2, 1): 60, (2, 2): 60, (1, 4): 60}[pp, tp]

@@ -69,9 +69,9 @@ def checkpoint_of(name: str, folder: Path) -> Path:
     return quantize(make_checkpoint(folder / f"plain-{name}", family, **sizes), folder / name, "mxfp4")
 
 
-def check(found: Answer, expected: Answer) -> None:
-    assert [one.tokens for one in found.outcomes] == [one.tokens for one in expected.outcomes]
-    for ours, theirs in zip(found.outcomes, expected.outcomes, strict=True):
+def check(actual: Answer, expected: Answer) -> None:
+    assert [one.tokens for one in actual.outcomes] == [one.tokens for one in expected.outcomes]
+    for ours, theirs in zip(actual.outcomes, expected.outcomes, strict=True):
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert (a is None) == (b is None)
             if a is not None and b is not None:
@@ -87,8 +87,8 @@ def check_shards(cases: list[tuple[str, str, int]], folder: Path) -> None:
         answers = answers_of_ranks([case_of(directories[name], version, tp) for name, version in those], tp)
         for (name, version), ranks in zip(those, answers, strict=True):
             expected = answer_of(case_of(directories[name], version, tp=1))
-            for found in ranks:
-                check(found, expected)
+            for actual in ranks:
+                check(actual, expected)
 
 
 def test_shards_sample_the_tokens_and_logprobs_of_one_rank(tmp_path: Path) -> None:

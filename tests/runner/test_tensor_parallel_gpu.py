@@ -55,8 +55,8 @@ def test_shards_sample_the_tokens_of_one_gpu(tmp_path: Path) -> None:
         assert one == other
         if dtype == "float32":
             expected = answer_of(case_of(directory, version, dtype, tp=1))
-            found = [outcome.tokens for outcome in one.outcomes]
-            assert found == [outcome.tokens for outcome in expected.outcomes], version
+            tokens = [outcome.tokens for outcome in one.outcomes]
+            assert tokens == [outcome.tokens for outcome in expected.outcomes], version
 
 
 def test_shards_with_whole_experts_sample_the_tokens_of_one_gpu(tmp_path: Path) -> None:
@@ -64,5 +64,5 @@ def test_shards_with_whole_experts_sample_the_tokens_of_one_gpu(tmp_path: Path) 
     cases = [case_of(directory, version, "float32", tp=2, ep=2) for version in ("V1", "V2")]
     for case, ranks in zip(cases, answers_of_ranks(cases, 2), strict=True):
         expected = answer_of(case_of(directory, case.config.decision.runner, "float32", 1))
-        for found in ranks:
-            assert [one.tokens for one in found.outcomes] == [one.tokens for one in expected.outcomes]
+        for actual in ranks:
+            assert [one.tokens for one in actual.outcomes] == [one.tokens for one in expected.outcomes]

@@ -43,13 +43,14 @@ def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto", max_mode
     config = node_config(directory, impl=impl, device=DEVICE, max_model_len=max_model_len)
     built = runner.build(config, lambda stage, fraction: None)
     reference = reference_model(directory)
-    wanted, stepper = prompts(1, 15, 16, 33, 70), Stepper(built)
+    wanted = prompts(1, 15, 16, 33, 70)
+    stepper = Stepper(built)
     try:
         for chunk, stagger in ((1 << 30, 0), (7, 2)):
-            found = stepper.generate(wanted, NUM_TOKENS, chunk=chunk, stagger=stagger)
-            for prompt, sequence in zip(wanted, found, strict=True):
+            sequences = stepper.generate(wanted, NUM_TOKENS, chunk=chunk, stagger=stagger)
+            for prompt, sequence in zip(wanted, sequences, strict=True):
                 assert sequence.output == reference_greedy(reference, prompt, NUM_TOKENS)
-        assert outputs_after_prefix_hits(stepper, wanted[-1]) == [found[-1].output] * 2
+        assert outputs_after_prefix_hits(stepper, wanted[-1]) == [sequences[-1].output] * 2
     finally:
         built.close()
 
@@ -59,13 +60,15 @@ def outputs_after_prefix_hits(stepper: Stepper, prompt: list[int]) -> list[list[
     stepper.keeps_windows = True
     first = stepper.add(prompt)
     stepper.step()
-    blocks, size = stepper.live[first].blocks, stepper.runner.kv_layout.block_size
+    blocks = stepper.live[first].blocks
+    size = stepper.runner.kv_layout.block_size
     num_groups = stepper.runner.kv_layout.groups.num_groups
     hits = []
     for shared in (1, len(prompt) // size):
         hits.append(stepper.add(prompt))
         hit = stepper.live[hits[-1]]
-        hit.blocks, hit.computed = blocks[: shared * num_groups].copy(), shared * size
+        hit.blocks = blocks[: shared * num_groups].copy()
+        hit.computed = shared * size
     while any(len(stepper.live[seq].output) < NUM_TOKENS for seq in hits):
         stepper.step(chunk=9)
     return [stepper.live[seq].output[:NUM_TOKENS] for seq in hits]
@@ -172,7 +175,8 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_a_tensor_that_the_library_keeps_in_float32_is_not_rounded(load_format: str, tmp_path: Path) -> None:
     directory = make_any_checkpoint(tmp_path / "model", "deepseek_v3")
-    name, third = "model.layers.1.mlp.gate.e_score_correction_bias", torch.full((4,), 1 / 3)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    third = torch.full((4,), 1 / 3)
     tensors = {key: one.bfloat16() for key, one in load_file(directory / "model.safetensors").items()}
     save_file(tensors | {name: third}, directory / "model.safetensors", {"format": "pt"})
     placement = TensorPlacement(torch.device("cpu"), torch.bfloat16, torch.bfloat16)
@@ -208,8 +212,8 @@ PATTERNS: dict[str, Attends] = {
 @given(num_positions=st.integers(2, 300), window=st.integers(1, 300))
 @settings(deadline=None)
 def test_the_window_of_a_mask_is_read_from_its_predicate(num_positions: int, window: int) -> None:
-    found = window_of(lambda b, h, q, k: (k <= q) & (k > q - window), num_positions, torch.device("cpu"))
-    assert found == (window if window < num_positions else None)
+    size = window_of(lambda b, h, q, k: (k <= q) & (k > q - window), num_positions, torch.device("cpu"))
+    assert size == (window if window < num_positions else None)
 
 
 @pytest.mark.parametrize("name", PATTERNS)

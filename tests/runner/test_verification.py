@@ -62,10 +62,10 @@ def oracle(requests: Sequence[Request], answers: Answers, wrong: float, seed: in
     return lambda: Oracle(texts, wrong, VOCAB, next(numbers))
 
 
-def check(found: Answers, expected: Answers) -> None:
-    assert found.keys() == expected.keys()
+def check(actual: Answers, expected: Answers) -> None:
+    assert actual.keys() == expected.keys()
     for key, answer in expected.items():
-        ours = found[key]
+        ours = actual[key]
         assert (ours.token_ids, ours.finish) == (answer.token_ids, answer.finish), f"request and choice {key}"
         for a, b in zip(ours.logprobs, answer.logprobs, strict=True):
             assert (a is None) == (b is None)
@@ -233,8 +233,8 @@ def test_rejected_drafts_are_not_in_the_prefix_cache(config: Config) -> None:
     off = answers_of(config(), longer)
     for rid, (text, sampling) in enumerate(longer, 1):
         node.submit(rid, text, sampling)
-    found = node.run()
-    check({(rid, 0): found[rid + 1, 0] for rid in range(len(texts))}, off)
+    answers = node.run()
+    check({(rid, 0): answers[rid + 1, 0] for rid in range(len(texts))}, off)
     assert node.scheduler.totals.prefix_cached_tokens > 0
 
 
@@ -252,7 +252,7 @@ def test_structured_outputs_have_drafts(tmp_path: Path, version: str) -> None:
     ]
     sampling.append(SamplingParams(20, temperature=0.8, seed=9, allowed_token_ids=tuple(range(10, 40))))
     sampling.append(SamplingParams(20, grammar=from_regex("[a-z ]{9,60}"), allowed_token_ids=tuple(range(10, 90))))
-    requests = [(prompt_of(20, rid), each) for rid, each in enumerate(sampling)]
+    requests = [(prompt_of(20, rid), params) for rid, params in enumerate(sampling)]
     expected = answers_of(config_of(checkpoint, "V1")(), requests)
     for wrong in (0.0, 0.3, 1.0):
         node = DraftedNode(config(), 3, oracle(requests, expected, wrong))
@@ -266,7 +266,7 @@ def test_answers_are_the_same_where_drafts_come_and_go(config: Config) -> None:
     """Drafts only where they are worth their time; V2 then plans steps ahead, and waits for results before drafts."""
     few = dict.fromkeys((5, 6, 7), 9.0)
     sampling = [SamplingParams(40, temperature=0.9, seed=seed, logit_bias=few if seed % 2 else {}) for seed in range(5)]
-    requests = [(prompt_of(20 + rid, rid), each) for rid, each in enumerate(sampling)]
+    requests = [(prompt_of(20 + rid, rid), params) for rid, params in enumerate(sampling)]
     expected = answers_of(config(), requests)
     check(run(DraftedNode(config(), 3, PromptLookup, always=False), requests), expected)
     check(run(DraftedNode(config(), 3, oracle(requests, expected, wrong=0.3), always=False), requests), expected)
@@ -294,10 +294,10 @@ def test_synthetic_acceptance_yields_as_many_tokens_as_wanted(config: Config) ->
     prompt = requests[0][0] + node.answers[0, 0].token_ids[:100]
     plain = SamplingParams(5, temperature=0.0, disable_spec_decode=True)
     node.submit(9, prompt, plain)
-    found = node.run()[9, 0]
+    answer = node.run()[9, 0]
     assert node.scheduler.totals.prefix_cached_tokens > 0
     node.close()
-    assert found.token_ids == answers_of(config(), [(prompt, plain)])[0, 0].token_ids
+    assert answer.token_ids == answers_of(config(), [(prompt, plain)])[0, 0].token_ids
 
 
 @pytest.mark.gpu
@@ -316,8 +316,8 @@ def test_decodes_with_drafts_run_as_cuda_graphs(tmp_path: Path, backend: str) ->
         requests = [(prompt_of(20 + rid, rid), some[rid % 2]) for rid in range(count)]
         expected = answers_of(config(), requests)
         node = DraftedNode(config(), 3, oracle(requests, expected, wrong=0.2))
-        found = run(node, requests)
+        answers = run(node, requests)
         num_accepted += node.num_accepted
         if dtype == "float32":  # in 16 bits a step of several tokens rounds differently, and answers may differ
-            check(found, expected)
+            check(answers, expected)
     assert num_accepted > 0.3 * 40 * (1 + 3 + 17 + 40)

@@ -95,9 +95,9 @@ def watched() -> Iterator[Compiled]:
 
 def forget_compiled() -> None:
     """Drop the compiled kernels of this process; kernels on disk stay."""
-    for found in gc.get_objects():
-        if type(found) is triton.runtime.JITFunction:
-            found.device_caches.clear()
+    for kernel in gc.get_objects():
+        if type(kernel) is triton.runtime.JITFunction:
+            kernel.device_caches.clear()
     if importlib.util.find_spec("flashinfer") is not None:
         from flashinfer.prefill import get_batch_prefill_module
 
@@ -263,11 +263,11 @@ def test_no_request_compiles_anything(
     assert at_start.kernels, "the hooks see no compilation"
     assert not model_runner._cache.tensor.any(), "warm-up left KV behind"
     stepper = Stepper(model_runner)
-    found = {}
+    compiled_by = {}
     for requests in REQUESTS:
         with watched() as compiled:
             requests(stepper)
         if compiled != Compiled():
-            found[requests.__name__] = compiled
+            compiled_by[requests.__name__] = compiled
     model_runner.close()
-    assert not found
+    assert not compiled_by

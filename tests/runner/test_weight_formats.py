@@ -76,7 +76,8 @@ def quantize(directory: Path) -> Path:
     """Write the int8 checkpoint of one in float32, which is rounded to the same numbers; return its directory."""
     quantized = directory.with_name("int8")
     quantized.mkdir()
-    rounded, int8 = {}, {}
+    rounded = {}
+    int8 = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         rounded[name] = int8[name] = tensor
         if name.split(".")[-2] in LINEARS:
@@ -105,7 +106,8 @@ def test_a_registered_format_is_loaded_and_computed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("int8_rows")
 def test_the_format_decides_the_bytes_of_weights_and_the_runner(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "qwen3")
-    plain, quantized = load_model_config(directory), load_model_config(quantize(directory))
+    plain = load_model_config(directory)
+    quantized = load_model_config(quantize(directory))
     position = choose_parallel_config(plain, pp=1, tp=1).position(0)
     tables = 2 * plain.vocab_size * plain.hidden_size
     assert weight_bytes(plain, position, "float32") == 4 * num_parameters(plain, position)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pdserve.kv import FP8_E4M3, AnyKVCacheSpec, FullAttentionSpec, KVLayout, KVScales, LatentSpec
+from pdserve.kv.layout import FP8_E4M3, AnyKVCacheSpec, FullAttentionSpec, KVLayout, KVScales, LatentSpec
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig

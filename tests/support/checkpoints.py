@@ -25,10 +25,10 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import choose_parallel_config, shard_of
 from pdserve.config.resolution.quantized_layers import keep_quantized, quantized_at_load
 from pdserve.config.runner_oracle import Decision
-from pdserve.kv import FP8_E4M3, KVLayout, KVScales
+from pdserve.kv.layout import FP8_E4M3, KVLayout, KVScales
+from pdserve.kv.states import StateLayout
 from pdserve.model.eagle3 import load_eagle3
 from pdserve.model.model_config import load_model_config
-from pdserve.state import StateLayout
 
 _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()

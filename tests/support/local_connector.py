@@ -13,9 +13,9 @@ from connector.planning.transfer_plan import ReadChunk, plan_read
 from connector.serial_connector import SerialConnector
 from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
+from pdserve.kv.transports import Connected
 from pdserve.records import KVRead, Peer, RankKV, ReadResult
-from pdserve.transports import Connected
 
 _registry: dict[str, LocalConnector] = {}  # by agent
 _registry_lock = threading.Lock()
@@ -68,7 +68,8 @@ class LocalConnector(SerialConnector):
         return ReadResult(read.read_id, "", num_bytes, num_ranges, time.monotonic() - start)
 
     def _move(self, source: SourceRank, part: SourcePart, chunk: ReadChunk) -> None:
-        target_base, source_base = part.local.address, part.remote.address
+        target_base = part.local.address
+        source_base = part.remote.address
         ranges = part.slices[chunk.number].byte_ranges(chunk.local, chunk.remote)
         with _find(source.rank.agent)._memory:
             _find(source.rank.agent)  # it may have been closed while this thread waited for the lock

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from connector.backends.simulated import SimulatedConnector
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
 from pdserve.records import KVRead, Peer, RankKV
 
 FILE = "RECORDED_CALLS"  # variable that names the file

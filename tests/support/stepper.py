@@ -13,12 +13,12 @@ from itertools import islice
 
 import torch
 
-from pdserve.kv_groups import NULL_BLOCK, first_block
+from pdserve.kv.groups import NULL_BLOCK, first_block
+from pdserve.kv.states import NO_SLOT
 from pdserve.protocols import ModelRunner
 from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
-from pdserve.state import NO_SLOT
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -25,7 +25,9 @@ from connector.backends.disk.kv_directory import Full, InTheWay, KVDirectory, Ne
 from connector.backends.file_spans import FileTransfer, Span
 from connector.backends.host_memory import CopyingHostMemory, HostPlace
 from connector.backends.lane import Lane
-from pdserve.disk_kv import (
+from pdserve.errors import PdserveError
+from pdserve.host.process import log_failure
+from pdserve.kv.disk_transfers import (
     AnyDiskOrder,
     BlockName,
     DiskEvent,
@@ -38,12 +40,11 @@ from pdserve.disk_kv import (
     Outcome,
     parse_name,
 )
-from pdserve.errors import PdserveError
-from pdserve.process import log_failure
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0  # seconds without attempts after a failure
+_FIRST_PAUSE = 30.0  # seconds without attempts after a failure
+_LONGEST_PAUSE = 600.0  # seconds
 _OPEN_FILES = 64  # at once
 _SCAN_SECONDS = 60.0  # least pause between scans: they find what other nodes have written and evicted
 _SCAN_SHARE = 1 / 100  # largest share of the time for scans
@@ -107,7 +108,8 @@ class _Events:
         if not self._events:
             return ()
         with self._lock:
-            events, self._events = tuple(self._events), []
+            events = tuple(self._events)
+            self._events = []
         return events
 
 
@@ -177,7 +179,8 @@ class DiskThreads:
 
     def _move(self, files: list[tuple[int, HostPlace]], read: bool) -> list[str]:
         """Move the content of open files. Return an error for each, or an empty string."""
-        transfer, spans = self._transfers[read], []
+        transfer = self._transfers[read]
+        spans = []
         try:
             for fd, place in files:
                 transfer.register(place.piece, place.piece_bytes)
@@ -188,7 +191,8 @@ class DiskThreads:
 
     def _execute(self, job: tuple[DiskOrder, str]) -> None:
         order, folder = job
-        start, parts = time.perf_counter(), list[_Part]()
+        start = time.perf_counter()
+        parts = list[_Part]()
         execute = {DiskWork.READ: self._read, DiskWork.WRITE: self._write, DiskWork.REMOVE: self._remove}[order.work]
         for blocks in _parts(order):
             parts.append(part := _Part(len(blocks)))
@@ -290,7 +294,8 @@ class DiskThreads:
     # ------------------------------------------------------------ scans
 
     def _scan_always(self) -> None:
-        attempts, pause = _Attempts("scans"), 0.0
+        attempts = _Attempts("scans")
+        pause = 0.0
         try:
             while not self._closed:
                 self._wake.wait(pause or None)

@@ -57,15 +57,15 @@ def open_transfer(agent: str, folder: Path) -> FileTransfer:
     from connector.backends.nixl.file_agent import NixlFiles
 
     try:
-        found = NixlFiles(agent)
-        problem = _try(found, folder)
+        transfer = NixlFiles(agent)
+        problem = _try(transfer, folder)
     except PdserveError as exc:
         problem = str(exc)
     except OSError as exc:
         _log.debug("NIXL's POSIX back end could not be tried in %s: %s", folder, exc)
         return NoTransfer()
     if not problem:
-        return found
+        return transfer
     _log.info("KV on disk: plain file calls, since NIXL's POSIX back end does not work here: %s", problem)
     return NoTransfer()
 

@@ -5,7 +5,7 @@
     PATH/<folder>/3f/<name>       a block of a rank; its folder stands for all that its meaning depends on
     PATH/<folder>/3f/<name>.….new   a block that is being written, locked by its writer
 
-A name has the hash of the block and the digest of its bytes (pdserve/disk_kv.py). A file is written under another name
+A name has the hash of the block and the digest of its bytes (``BlockName``). A file is written under another name
 and renamed, so a name has a whole block. After a crash of the host its bytes may be wrong: the digest tells. No file is
 ever changed. Bytes are counted before they are written, and until their file is gone: a process that dies in between
 leaves the count too high, until the next scan corrects it.
@@ -41,8 +41,9 @@ _PAUSE = 1e-3  # seconds between parts of a scan, so that it holds the interpret
 _PART = 64  # files
 _NEW = ".new"
 _NEW_SECONDS = 60.0  # time for the writer of a new file to lock it
-_FOLDER, _PART_FOLDER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
-_BLOCK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[bs][0-9]+(\.[0-9a-f]+-[0-9]+\.new)?")  # pdserve.disk_kv.BlockName
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+_PART_FOLDER = re.compile(r"[0-9a-f]{2}")
+_BLOCK = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}-[bs][0-9]+(\.[0-9a-f]+-[0-9]+\.new)?")  # BlockName
 #: Errors of a path with something else in place of a block or its folder: a directory, a file, a link, a socket.
 _IN_THE_WAY = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP)
 _NO_BLOCK = (*_IN_THE_WAY, errno.ENOENT, errno.ENXIO, errno.EACCES)
@@ -117,8 +118,8 @@ class KVDirectory:
             if exc.errno in _NO_BLOCK:
                 return None
             raise
-        found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode) and found.st_size == num_bytes:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_size == num_bytes:
             return fd
         os.close(fd)
         self.remove(path)
@@ -140,15 +141,15 @@ class KVDirectory:
     def remove(self, path: Path) -> bool:
         """Remove a block. Return whether this call did."""
         try:
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
                 return False
             path.unlink()
         except OSError as exc:
             if exc.errno in _NO_BLOCK:
                 return False
             raise
-        self._add_used(-found.st_size)
+        self._add_used(-status.st_size)
         return True
 
     def create(self, path: Path, num_bytes: int) -> NewFile:
@@ -243,27 +244,29 @@ class KVDirectory:
             candidate = (self._again if again else self._once).pop()
             path = Path(candidate.path)
             with suppress(FileNotFoundError):
-                found = path.lstat()
-                if (found.st_atime_ns, found.st_mtime_ns) == candidate[:2] and self.remove(path):
+                status = path.lstat()
+                if (status.st_atime_ns, status.st_mtime_ns) == candidate[:2] and self.remove(path):
                     num_evicted += 1
                     self._again_bytes -= candidate.num_bytes if again else 0
         return num_evicted
 
     # ------------------------------------------------------------ scans
 
-    def scan(self, found: Callable[[str, str], None]) -> None:
+    def scan(self, on_block: Callable[[str, str], None]) -> None:
         """Call ``found`` with the folder and name of every block, and correct the count of bytes."""
         with self._evicting:
             try:
                 with self._locked("evictor", fcntl.LOCK_NB):
-                    self._scan(found)
+                    self._scan(on_block)
             except OSError:  # another process evicts, or the directory is read-only
-                self._scan(found, correct=False)
+                self._scan(on_block, correct=False)
 
-    def _scan(self, found: Callable[[str, str], None], correct: bool = True) -> None:
+    def _scan(self, on_block: Callable[[str, str], None], correct: bool = True) -> None:
         """Find what to evict next. Blocks written meanwhile may be counted twice, until the next scan."""
         before = self.used if correct else 0
-        once, again, being_written = _Oldest(), _Oldest(), 0
+        once = _Oldest()
+        again = _Oldest()
+        being_written = 0
         for number, entry in enumerate(self._entries()):
             if self._stopped:
                 return
@@ -278,8 +281,10 @@ class KVDirectory:
                     continue
                 candidate = _Candidate(at.st_atime_ns, at.st_mtime_ns, entry.path, at.st_size)
                 (again if candidate.used_before else once).add(candidate)
-                found(entry.path.split(os.sep)[-3], entry.name)
-        self._once, self._again, self._again_bytes = once.last_first(), again.last_first(), again.num_bytes
+                on_block(entry.path.split(os.sep)[-3], entry.name)
+        self._once = once.last_first()
+        self._again = again.last_first()
+        self._again_bytes = again.num_bytes
         if correct:
             self._add_used(once.num_bytes + again.num_bytes + being_written - before)
 
@@ -340,9 +345,9 @@ class NewFile:
 
 def make_private(path: Path) -> None:
     """Make a directory, with those above it that are missing, which only this user may enter. Raises OSError."""
-    for each in reversed((path, *path.parents)):
-        if not each.exists():
-            each.mkdir(mode=0o700, exist_ok=True)
+    for directory in reversed((path, *path.parents)):
+        if not directory.exists():
+            directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def _folders(path: Path | str, name: re.Pattern[str]) -> list[os.DirEntry[str]]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from connector.backends.nixl import ucx
 from connector.planning.block_slicing import BlockRanges
 from pdserve.errors import CapacityError, ConfigError, PeerError
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 logger = logging.getLogger(__name__)

@@ -75,12 +75,12 @@ class ConnectionProbe:
         agents.append(NixlAgent(worker + self._name, self._timing))
         with naming_rank(peer, rank):
             try:
-                found = agents[-1].add(rank.metadata)
-                agents[-1].remove(found)
+                agent = agents[-1].add(rank.metadata)
+                agents[-1].remove(agent)
             finally:
                 lanes = ucx.log().take_lanes(worker)
-            if found != rank.agent:
-                raise PeerError(f"the peer says it is {rank.agent}, its NIXL metadata is of {found}")
+            if agent != rank.agent:
+                raise PeerError(f"the peer says it is {rank.agent}, its NIXL metadata is of {agent}")
         return lanes
 
 

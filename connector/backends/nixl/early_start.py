@@ -43,7 +43,8 @@ def _open_context(device_id: int) -> None:
     """Make the GPU's primary context, which torch uses too, the thread's."""
     with suppress(OSError):  # no GPU driver on this machine
         driver = ctypes.CDLL("libcuda.so.1")
-        device, context = ctypes.c_int(0), ctypes.c_void_p()
+        device = ctypes.c_int(0)
+        context = ctypes.c_void_p()
         if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), device_id):
             return
         if not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):

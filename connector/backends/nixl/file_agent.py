@@ -10,7 +10,8 @@ from connector.backends.file_spans import Span
 from connector.backends.nixl.agent import errors_of, load_library
 from pdserve.errors import CapacityError
 
-_FIRST_WAIT, _LONGEST_WAIT = 50e-6, 2e-3  # seconds between looks at a transfer
+_FIRST_WAIT = 50e-6  # seconds between looks at a transfer
+_LONGEST_WAIT = 2e-3  # seconds
 
 
 class NixlFiles:
@@ -54,12 +55,14 @@ class NixlFiles:
             return str(error)
 
     def _transfer(self, spans: Sequence[Span], operation: Any) -> str:
-        lib, agent = self._lib, self._agent
+        lib = self._lib
+        agent = self._agent
         memory = lib.nixlXferDList(lib.DRAM_SEG, [(span.address, span.num_bytes, 0) for span in spans])
         files = lib.nixlXferDList(lib.FILE_SEG, [(0, span.num_bytes, span.fd) for span in spans])
         handle = agent.createXferReq(operation, memory, files, self._name, "", [self._backend])
         try:
-            status, wait = agent.postXferReq(handle, ""), _FIRST_WAIT
+            status = agent.postXferReq(handle, "")
+            wait = _FIRST_WAIT
             while status == lib.NIXL_IN_PROG:
                 time.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)

@@ -37,7 +37,8 @@ def try_agents(required: str, device: str) -> Tried:
         os.environ["UCX_TLS"] = _UCX_TLS[required]
     try:
         with _collected(ucx.logger) as lines:
-            remote, local = NixlAgent("doctor-remote"), NixlAgent("doctor-local ")
+            remote = NixlAgent("doctor-remote")
+            local = NixlAgent("doctor-local ")
             try:
                 local.remove(local.add(remote.metadata()))
             finally:

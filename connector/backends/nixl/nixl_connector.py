@@ -31,7 +31,7 @@ from connector.planning.rank_mapping import LocalRank
 from connector.planning.regions import check_region
 from connector.setup import ConnectorSetup
 from pdserve.errors import PeerError
-from pdserve.kv import KVLayout, KVRegion
+from pdserve.kv.layout import KVLayout, KVRegion
 from pdserve.records import KVConnectorOutput, KVRead, Peer, RankKV
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,8 @@ class NixlConnector:
         self._context = TransferContext(agent, self._rank, prepared, self._timing.stall_timeout)
 
     def _work(self) -> None:
-        sleep, longest_sleep = 0.0, LONGEST_SLEEP[self._rank.region.device]
+        sleep = 0.0
+        longest_sleep = LONGEST_SLEEP[self._rank.region.device]
         while not self._stopping:
             busy = [connection for connection in self._connections.values() if connection.busy]
             self._run_commands(sleep if busy else None)

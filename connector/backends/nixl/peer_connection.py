@@ -20,8 +20,8 @@ from connector.backends.nixl.transport import transport_of
 from connector.completion_queue import CompletionQueue
 from connector.planning.rank_mapping import SourceRank, error_prefix, naming_rank
 from pdserve.errors import PeerError
+from pdserve.kv.transports import Connected, combine
 from pdserve.records import KVRead, Peer, ReadResult
-from pdserve.transports import Connected, combine
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class TransferStats:
     def end(self, num_bytes: int, num_descriptors: int, failed: bool) -> float:
         """Count the end of a read. Return the seconds with reads under way since the last end."""
         now = time.monotonic()
-        seconds, self._counted_until = now - self._counted_until, now
+        seconds = now - self._counted_until
+        self._counted_until = now
         self._num_under_way -= 1
         self.num_reads += 1
         self.num_failed += failed
@@ -147,7 +148,8 @@ class PeerConnection:
         """Read nothing more. Reads end with ``reason`` once none of their chunks is in flight."""
         if self.failure:
             return
-        self.failure, self.failed_at = reason, time.monotonic()
+        self.failure = reason
+        self.failed_at = time.monotonic()
         for rank in self._ranks:
             rank.fail(reason)
 

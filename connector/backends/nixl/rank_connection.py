@@ -18,7 +18,7 @@ from connector.planning.block_slicing import BlockRanges
 from connector.planning.rank_mapping import SourcePart, SourceRank
 from connector.planning.transfer_plan import ReadChunk, plan_read
 from pdserve.errors import PeerError
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.records import KVRead, RankKV
 
 # By target device. Copies between processes of a host happen inside the post, so a chunk bounds how long a post blocks
@@ -123,7 +123,8 @@ class RankConnection:
             read.end_chunk(self.failure)
             return
         only = np.zeros(1, np.int32)
-        agent, scratch = self._context.agent, self._context.scratch
+        agent = self._context.agent
+        scratch = self._context.scratch
         self._transfers.post(lambda: agent.read(scratch, only, self._remote_start, only), read.end_chunk)
 
     def plan(self, read: KVRead) -> list[PartChunk]:
@@ -183,8 +184,10 @@ class RankConnection:
         if not self._waiting or len(self._transfers) >= CHUNKS_IN_FLIGHT:
             return False
         read, (part, chunk) = self._waiting.popleft()
-        slices, agent = part.source.slices[chunk.number], self._context.agent
-        local, remote = slices.local.descriptors(chunk.local), slices.remote.descriptors(chunk.remote)
+        slices = part.source.slices[chunk.number]
+        agent = self._context.agent
+        local = slices.local.descriptors(chunk.local)
+        remote = slices.remote.descriptors(chunk.remote)
         create = partial(agent.read, part.local[chunk.number], local, part.remote[chunk.number], remote)
         self._transfers.post(create, read.end_chunk)
         return True

@@ -68,6 +68,6 @@ class SocketDrain:
         while True:
             time.sleep(_POLL_SECONDS)
             with self._lock:
-                self._sockets = [each for each in self._sockets if each.drain(buffer)]
+                self._sockets = [drained for drained in self._sockets if drained.drain(buffer)]
                 if not self._sockets:
                     return

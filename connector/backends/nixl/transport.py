@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from pdserve.transports import TRANSPORTS, UNKNOWN
+from pdserve.kv.transports import TRANSPORTS, UNKNOWN
 
 _LANE = re.compile(r"(\w+)/")
 _RDMA = re.compile(r"(rc|dc|ud|gga|srd)(_\w+)?")

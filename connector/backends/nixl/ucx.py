@@ -70,9 +70,9 @@ class UcxLog:
             logger.debug("%s", line)
             return
         logger.log(_LEVELS.get(match["level"], logging.DEBUG), "%s", match["text"])
-        found = _LANES.match(match["text"])
-        if found:
-            self._lanes[found["worker"]] = " ".join(found["lanes"].split())
+        lanes = _LANES.match(match["text"])
+        if lanes:
+            self._lanes[lanes["worker"]] = " ".join(lanes["lanes"].split())
 
 
 _log: UcxLog | None = None

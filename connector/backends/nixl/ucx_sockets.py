@@ -84,16 +84,16 @@ class PeerSockets:
         else:
             interface = re.escape(b"\x00" + family + address.packed)
         pattern = b"(" + interface + b")" + _ATTRIBUTES_AND_LENGTH + re.escape(port.to_bytes(2, "big"))
-        found = re.search(pattern, self._peer, re.DOTALL)
-        return found is not None and (not address.is_loopback or found[1] in self._own)
+        match = re.search(pattern, self._peer, re.DOTALL)
+        return match is not None and (not address.is_loopback or match[1] in self._own)
 
 
 def _sockets() -> dict[int, int]:
     """Return a descriptor of each socket of this process, by inode. Inodes of sockets are not reused."""
-    found = {}
+    descriptors = {}
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
             state = os.fstat(int(entry))
             if stat.S_ISSOCK(state.st_mode):
-                found[state.st_ino] = int(entry)
-    return found
+                descriptors[state.st_ino] = int(entry)
+    return descriptors

@@ -19,13 +19,14 @@ from connector.backends.nixl.agent import NixlAgent
 from connector.backends.nixl.transfers import Transfers
 from connector.planning.block_slicing import BlockRanges
 from pdserve.errors import PeerError, shown
-from pdserve.kv import KVRegion
+from pdserve.kv.layout import KVRegion
 from pdserve.rpc.timeouts import PeerTiming
 from pdserve.weights.sharing import OfferedMemory, PartRead, RankWeights, WeightPeer
 
 _CHUNK_BYTES = 64 << 20
 _IN_FLIGHT = 4  # chunks
-_FIRST_SLEEP, _LONGEST_SLEEP = 20e-6, 400e-6  # seconds between polls
+_FIRST_SLEEP = 20e-6  # seconds between polls
+_LONGEST_SLEEP = 400e-6  # seconds
 _END_SECONDS = 1.0  # for chunks in flight to end once their sockets are shut
 _SLOWEST = 16 << 20  # bytes/s; below, the disk is no slower
 _ONLY = np.zeros(1, np.int32)
@@ -124,10 +125,10 @@ class NixlWeightReader:
         transfers = Transfers(
             self._agent, rank.agent, rank.metadata, stall_timeout=self._timing.stall_timeout, failed=self._failed
         )
-        found = self._agent.add(rank.metadata)
-        if found != rank.agent:
-            self._agent.remove(found)
-            raise PeerError(f"the peer says it is {shown(rank.agent)}, its NIXL metadata is of {shown(found)}")
+        agent = self._agent.add(rank.metadata)
+        if agent != rank.agent:
+            self._agent.remove(agent)
+            raise PeerError(f"the peer says it is {shown(rank.agent)}, its NIXL metadata is of {shown(agent)}")
         self._ranks[rank.agent] = transfers
 
     def _failed(self, reason: str) -> None:

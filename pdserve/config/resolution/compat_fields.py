@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution.kv_dtype import describe_scales
-from pdserve.kv import KVLayout, KVScales
+from pdserve.kv.layout import KVLayout, KVScales
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import GENERATE, PoolingConfig
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pdserve import memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import ConfigError
-from pdserve.host_copies import HostRoom
-from pdserve.kv import KVLayout
-from pdserve.state import StateLayout
+from pdserve.host import memory_limits
+from pdserve.kv.host_copies import HostRoom
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import StateLayout
 
 
 def host_room(config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> HostRoom:
@@ -35,7 +35,7 @@ def check_host_kv(config: NodeConfig) -> str:
     if not room.num_blocks or (config.state_layout is not None and not room.num_slots):
         what = "one block" if config.state_layout is None else "one block and one recurrent state"
         raise ConfigError(f"host_kv_memory {size} does not hold {what} of KV; give more, or remove the option")
-    usable = memory.usable_memory()
+    usable = memory_limits.usable_memory()
     if config.costs is None and usable is not None and size > usable:
         raise ConfigError(
             f"host_kv_memory {size}: this host, or its container, has {usable} bytes of memory in all; give less"

@@ -13,7 +13,7 @@ from pdserve.config.resolution.resolved import Resolved
 from pdserve.config.runner_oracle import Decision, Facts, decide, decide_simulated, uses_graphs
 from pdserve.config.triton_hosts import try_triton
 from pdserve.errors import ConfigError
-from pdserve.kv import DTYPE_BYTES
+from pdserve.kv.layout import DTYPE_BYTES
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.model.pooling import GENERATE, PoolingConfig
 

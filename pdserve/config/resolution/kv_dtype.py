@@ -13,7 +13,7 @@ from pdserve.config.node_config import DeviceInfo
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution.resolved import Resolved
 from pdserve.errors import ConfigError, shown
-from pdserve.kv import FP8_E4M3, UNSCALED, KVScales
+from pdserve.kv.layout import FP8_E4M3, UNSCALED, KVScales
 from pdserve.model.model_config import ModelConfig
 
 _LEAST_CAPABILITY = (8, 9)  # compute capability of the first NVIDIA GPUs that convert to and from E4M3

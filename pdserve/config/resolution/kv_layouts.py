@@ -17,9 +17,9 @@ from pdserve.config.resolution.resolved import Resolved
 from pdserve.config.resolution.state_slots import TYPICAL_TOKENS, bytes_per_sequence, choose_slots, most_slots
 from pdserve.config.simulated_costs import KV_TOKENS
 from pdserve.errors import CapacityError, ConfigError
-from pdserve.kv import MAX_BLOCKS, KVLayout
+from pdserve.kv.layout import MAX_BLOCKS, KVLayout
+from pdserve.kv.states import LEAST_SLOTS, StateLayout
 from pdserve.model.model_config import ModelConfig
-from pdserve.state import LEAST_SLOTS, StateLayout
 
 _CPU_KV_MEMORY = 1 << 30  # bytes
 _CUDA_RESERVE = 2 << 30  # bytes: a guess at activations, workspaces and graphs, until the runner has measured them

@@ -9,9 +9,9 @@ from pdserve.config.resolution.kv_layouts import RankKV
 from pdserve.config.resolution.resolved import Resolved
 from pdserve.config.resolution.state_slots import TYPICAL_TOKENS
 from pdserve.errors import CapacityError, ConfigError
+from pdserve.kv.states import LEAST_SLOTS
 from pdserve.model.model_config import ModelConfig
 from pdserve.request_cost import AUTO_ITL_STEPS
-from pdserve.state import LEAST_SLOTS
 
 # A larger step fills a GPU better, a smaller one holds others up less.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192, "simulated": 8192}

@@ -1,9 +1,9 @@
-"""Choose how many slots of recurrent state a node has beside its KV blocks (pdserve/state.py)."""
+"""Choose how many slots of recurrent state a node has beside its KV blocks (pdserve/kv/states.py)."""
 
 from __future__ import annotations
 
-from pdserve.kv import KVLayout
-from pdserve.state import LEAST_SLOTS, StateLayout
+from pdserve.kv.layout import KVLayout
+from pdserve.kv.states import LEAST_SLOTS, StateLayout
 
 TYPICAL_TOKENS = 4096  # assumed tokens per sequence, to divide memory between KV and states
 _SNAPSHOTS = 64  # slots for snapshots, beside two for each running sequence

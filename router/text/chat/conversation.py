@@ -74,7 +74,8 @@ class Conversation:
         self.begin_assistant().setdefault("tool_calls", []).append(call)
 
     def _add_held(self) -> None:
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         if not held:
             return
         if self.messages[-1]["role"] == "assistant":

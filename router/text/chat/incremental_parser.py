@@ -69,7 +69,8 @@ class IncrementalParser(ABC):
         self._pushed.clear()
         self._num_pushed = 0
         next(self._parsing, None)
-        deltas, self._deltas = self._deltas, []
+        deltas = self._deltas
+        self._deltas = []
         return deltas
 
     def _emit(self, kind: DeltaKind, text: str) -> None:
@@ -123,9 +124,9 @@ class IncrementalParser(ABC):
         """Skip the longest match and return it. The pattern must match the empty string."""
         start = self._at
         while True:
-            found = pattern.match(self._text, self._at)
-            assert found is not None
-            self._at = found.end()
+            match = pattern.match(self._text, self._at)
+            assert match is not None
+            self._at = match.end()
             if self._at < len(self._text) or self._ended:
                 return self._text[start : self._at]
             yield
@@ -136,10 +137,10 @@ class IncrementalParser(ABC):
     def _until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Parse[str]:
         """Emit text up to the first of ``markers``, and skip that marker. Return it, or "" at the end of the text."""
         while True:
-            if markers and (found := _any_of(tuple(markers)).search(self._text, self._at)):
-                emit(self._text[self._at : found.start()])
-                self._at = found.end()
-                return found[0]
+            if markers and (match := _any_of(tuple(markers)).search(self._text, self._at)):
+                emit(self._text[self._at : match.start()])
+                self._at = match.end()
+                return match[0]
             held = 0 if self._ended else partial_match(self._text[self._at :], markers)
             end = len(self._text) - held
             emit(self._text[self._at : end])
@@ -160,10 +161,10 @@ class IncrementalParser(ABC):
     def _string_end(self, emit: Callable[[str], None]) -> Parse[None]:
         """Emit the rest of a JSON string, with its closing quote."""
         while True:
-            found = _STRING_END.match(self._text, self._at)
-            assert found is not None
-            emit(self._text[self._at : found.end()])
-            self._at = found.end()
+            match = _STRING_END.match(self._text, self._at)
+            assert match is not None
+            emit(self._text[self._at : match.end()])
+            self._at = match.end()
             if self._text.startswith('"', self._at):
                 emit('"')
                 self._at += 1
@@ -188,19 +189,19 @@ class IncrementalParser(ABC):
         emit(opening)
         depth = 1
         while depth:
-            found = _STRUCTURE.search(self._text, self._at)
-            end = found.end() if found else len(self._text)
+            match = _STRUCTURE.search(self._text, self._at)
+            end = match.end() if match else len(self._text)
             emit(self._text[self._at : end])
             self._at = end
-            if found is None:
+            if match is None:
                 if self._ended:
                     raise ParseError("an object does not end")
                 self._drop_parsed()
                 yield
-            elif found[0] == '"':
+            elif match[0] == '"':
                 yield from self._string_end(emit)
             else:
-                depth += 1 if found[0] in "{[" else -1
+                depth += 1 if match[0] in "{[" else -1
 
     def _value(self) -> Parse[None]:
         """Skip a JSON value."""

@@ -57,7 +57,8 @@ def _call(call: Any, where: str) -> Message:
         raise RequestError(f"{where} must have a function with a name", where)
     if (call.get("type") or "function") != "function" or not isinstance(call.get("id"), str | None):
         raise RequestError(f"{where} must have type 'function' and a string as id", where)
-    arguments, field = function.get("arguments"), f"{where}.function.arguments"
+    arguments = function.get("arguments")
+    field = f"{where}.function.arguments"
     if isinstance(arguments, str):
         check_json(arguments.encode(), 0)
         try:

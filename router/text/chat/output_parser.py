@@ -63,7 +63,8 @@ class MessageBuilder:
     """Joins the deltas of a choice as they arrive."""
 
     def __init__(self) -> None:
-        self._content, self._reasoning = StringIO(), StringIO()
+        self._content = StringIO()
+        self._reasoning = StringIO()
         self._calls: list[tuple[str, StringIO]] = []  # name and arguments
 
     def add(self, deltas: Iterable[OutputDelta]) -> None:

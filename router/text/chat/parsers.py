@@ -40,7 +40,8 @@ from router.text.chat.tool_parsers import (
 
 logger = logging.getLogger(__name__)
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -191,19 +192,21 @@ def parser_names(flag: str) -> list[str]:
 
 def parser_name(flag: str, text: str) -> str:
     """Check a flag's value; names of peers are translated. Raises ConfigError for an unknown name."""
-    known = parser_names(flag)
+    names = parser_names(flag)
     name = text.replace("-", "_")
-    name = name if name in known else _ALIASES[flag].get(name, name)
-    if name not in known:
-        raise ConfigError(f"{flag} {text!r} is not known; choose one of {', '.join(known)}")
+    name = name if name in names else _ALIASES[flag].get(name, name)
+    if name not in names:
+        raise ConfigError(f"{flag} {text!r} is not known; choose one of {', '.join(names)}")
     return name
 
 
 def _select(flag: str, requested: str, detected: str) -> str:
     if requested != AUTO:
-        name, why = requested, "as requested"
+        name = requested
+        why = "as requested"
     else:
-        name, why = detected, "the chat template has none" if detected == NONE else "from the chat template"
+        name = detected
+        why = "the chat template has none" if detected == NONE else "from the chat template"
     logger.info("%s: %s (%s)", flag, name, why)
     return name
 

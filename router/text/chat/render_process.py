@@ -10,8 +10,8 @@ from functools import lru_cache
 import msgspec
 
 from pdserve.errors import CheckpointError, RequestError, cut
-from pdserve.process import end_with_parent
-from router.memory import map_large_blocks, trim
+from pdserve.host.process import end_with_parent
+from router.freed_memory import map_large_blocks, trim
 from router.text.chat.messages import check_messages
 from router.text.chat.template import ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import COMPILE_SECONDS, RendererConfig, RenderResult

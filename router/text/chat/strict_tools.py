@@ -99,9 +99,9 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget
     """A list of calls or, since tokenizer v11, a name and arguments."""
     more = "(/, ?/ call)*" if use.parallel else ""
     between = "".join(
-        f"({each.term}{chars})? "
-        for each, chars in ((marker("[CALL_ID]"), " /[A-Za-z0-9]{1,32}/"), (marker("[ARGS]"), ""))
-        if each.token_id is not None
+        f"({tag.term}{chars})? "
+        for tag, chars in ((marker("[CALL_ID]"), " /[A-Za-z0-9]{1,32}/"), (marker("[ARGS]"), ""))
+        if tag.token_id is not None
     )
     named = [f"named_{index}: {json.dumps(name)} {between}arguments_{index}" for index, name in enumerate(use.names)]
     return lark(
@@ -128,7 +128,8 @@ def _deepseek(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget, *, a
     kind, before, behind = around
     separator = marker("<｜tool▁sep｜>").term
     more = "(BLANKS call)*" if use.parallel else ""
-    begin, end = marker("<｜tool▁call▁begin｜>"), marker("<｜tool▁call▁end｜>").term
+    begin = marker("<｜tool▁call▁begin｜>")
+    end = marker("<｜tool▁call▁end｜>").term
     lines = []
     for index, tool in enumerate(use.tools):
         name = tool["function"]["name"]
@@ -157,10 +158,12 @@ def framed(use: ToolUse, bodies: Mapping[str, Marker], frame: Frame) -> Iterator
     body, marker = next(iter(bodies.items()))
     yield f"next: BLANKS {marker.term} {body}"
     if frame.alone:
-        more, text = "next*" if use.parallel else "", "BLANKS"
+        more = "next*" if use.parallel else ""
+        text = "BLANKS"
         yield f"output: next {more}" + (" | @answer" if frame.or_answer else "")
     else:
-        more, text = "called*" if use.parallel else "", "TEXT"
+        more = "called*" if use.parallel else ""
+        text = "TEXT"
         yield f"output: called{'*' if use.parallel else '?'} TEXT"
     behind = more
     if frame.reasoning is not None and frame.reasoning.end.token_id is not None:  # an end marker behind a call
@@ -232,7 +235,7 @@ def _schema(function: dict[str, Any], budget: Budget) -> str:
 def _moved(schema: Any, to: str) -> Any:
     """Return a schema whose references hold at ``to`` in another document."""
     if isinstance(schema, list):
-        return [_moved(each, to) for each in schema]
+        return [_moved(item, to) for item in schema]
     if not isinstance(schema, dict):
         return schema
     moved = {name: value if name in ("const", "enum") else _moved(value, to) for name, value in schema.items()}

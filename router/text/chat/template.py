@@ -96,7 +96,10 @@ class ChatTemplate:
             text = self._text(chat, values)
         except RequestError:
             # Messages that only call tools or reason have no content, which simple templates cannot render.
-            filled = [{"content": "", **each} if {"tool_calls", "thinking"} & each.keys() else each for each in chat]
+            filled = [
+                {"content": "", **message} if {"tool_calls", "thinking"} & message.keys() else message
+                for message in chat
+            ]
             if filled == chat:
                 raise
             text = self._text(filled, values)

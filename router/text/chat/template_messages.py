@@ -93,7 +93,8 @@ def _answers(result: Message, call: Any) -> bool:
 
 
 def _with_one_text(message: Message) -> Message:
-    content, reasoning = message.get("content"), message.get("thinking")
+    content = message.get("content")
+    reasoning = message.get("thinking")
     if not (content and reasoning and isinstance(content, str) and isinstance(reasoning, str)):
         return message
     both = f"{reasoning}\n\n{content}"

@@ -280,12 +280,12 @@ def _decoded(text: str) -> str:
 
 def json_in_text(text: str, cut_off: bool = False) -> str:
     """Return the object that a JSON string holds, an empty one for "". Raises ParseError if it holds none."""
-    found = _decoded(text).encode(errors="backslashreplace").decode().strip()  # a lone surrogate stays an escape
-    if not found and not cut_off:
+    arguments = _decoded(text).encode(errors="backslashreplace").decode().strip()  # a lone surrogate stays an escape
+    if not arguments and not cut_off:
         return "{}"
-    if not found.startswith("{") or not (cut_off or found.endswith("}")):
+    if not arguments.startswith("{") or not (cut_off or arguments.endswith("}")):
         raise ParseError("arguments must be an object")
-    if not cut_off and _CONTROL.search(found):  # such as a newline that was escaped only once
+    if not cut_off and _CONTROL.search(arguments):  # such as a newline that was escaped only once
         with suppress(ValueError, RecursionError):
-            return json.dumps(json.loads(found, strict=False), ensure_ascii=False)
-    return found
+            return json.dumps(json.loads(arguments, strict=False), ensure_ascii=False)
+    return arguments

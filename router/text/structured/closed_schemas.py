@@ -78,21 +78,21 @@ class _Closer:
         own = _own(schema, self._budget)
         lists = {name: schema[name] for name in LISTS if isinstance(schema.get(name), list)}
         alternatives = {n: v for n, v in lists.items() if n != "allOf" or (len(v) == 1 and not own.any)}
-        combined = [each for name in lists.keys() - alternatives.keys() for each in lists[name]]
-        declared = self._joined((inherited, own, *(self._declared(each, ()) for each in combined)))
+        combined = [branch for name in lists.keys() - alternatives.keys() for branch in lists[name]]
+        declared = self._joined((inherited, own, *(self._declared(branch, ()) for branch in combined)))
         if "$ref" in schema:
             target = self._declared({"$ref": schema["$ref"]}, ())
             if ((declared.any or alternatives) and target.any) or not close:
                 result["$ref"] = self._open_reference(schema["$ref"])
             if declared.any or alternatives:
                 declared.add(target, self._budget)
-        for name, each in lists.items():
+        for name, branches in lists.items():
             if name in alternatives:
                 others = (self._declared(o, ()) for n in alternatives if n != name for o in lists[n])
                 beside = self._joined((declared, *others))
-                result[name] = [self._schema(branch, beside, close) for branch in each]
+                result[name] = [self._schema(branch, beside, close) for branch in branches]
             else:
-                result[name] = [self._schema(branch, _Declared(), close and not declared.any) for branch in each]
+                result[name] = [self._schema(branch, _Declared(), close and not declared.any) for branch in branches]
         if close and not alternatives and declared.any and not declared.decided and _may_be_object(schema):
             self._budget.spend(len(declared.names) + len(declared.patterns))
             result["properties"] = {**declared.names, **result.get("properties", {})}
@@ -116,7 +116,7 @@ class _Closer:
         for name in CHILDREN:
             part = schema.get(name)
             if isinstance(part, list):
-                result[name] = [self._schema(each, _Declared(), True) for each in part]
+                result[name] = [self._schema(child, _Declared(), True) for child in part]
             elif isinstance(part, dict):
                 result[name] = self._schema(part, _Declared(), True)
         return result
@@ -127,17 +127,17 @@ class _Closer:
         if not isinstance(schema, dict):
             return _Declared()
         self._budget.spend(2)
-        found = _own(schema, self._budget)
+        declared = _own(schema, self._budget)
         for name in LISTS:
             for branch in schema[name] if isinstance(schema.get(name), list) else ():
-                found.add(self._declared(branch, seen), self._budget)
+                declared.add(self._declared(branch, seen), self._budget)
         reference = schema.get("$ref")
         self._budget.spend(len(seen))
         if reference is not None and reference not in seen:
             target = target_of(self._root, reference, self._budget)
             named = _Declared(decided=True) if target is None else self._declared(target, (*seen, reference))
-            found.add(named, self._budget)
-        return found
+            declared.add(named, self._budget)
+        return declared
 
     def _open_reference(self, reference: Any) -> Any:
         """Return a reference to an open copy of what ``reference`` names."""
@@ -186,7 +186,8 @@ def _own(schema: Schema, budget: Budget) -> _Declared:
 
 def _with_names_for_patterns(schema: Schema, budget: Budget) -> Schema:
     """Apply patterns to the properties that they match, in place of ``patternProperties``, if they match no others."""
-    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    patterns = schema.get("patternProperties")
+    properties = schema.get("properties", {})
     if schema.get("additionalProperties") is not False or not isinstance(properties, dict):
         return schema
     if not patterns or not isinstance(patterns, dict):

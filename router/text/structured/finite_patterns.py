@@ -50,9 +50,9 @@ class _Texts:
         if kind is constants.LITERAL:
             return {chr(value)}
         if kind is constants.IN:
-            return self._bounded(chain.from_iterable(self._characters(*each) for each in value))
+            return self._bounded(chain.from_iterable(self._characters(*item) for item in value))
         if kind is constants.BRANCH:
-            return self._bounded(chain.from_iterable(self.of_sequence(each, whole=False) for each in value[1]))
+            return self._bounded(chain.from_iterable(self.of_sequence(branch, whole=False) for branch in value[1]))
         if kind is constants.SUBPATTERN:
             return self.of_sequence(value[-1], whole=False)
         if kind in (constants.MAX_REPEAT, constants.MIN_REPEAT):
@@ -69,26 +69,28 @@ class _Texts:
     def _repeated(self, least: int, most: int, parts: Iterable[Any]) -> set[str]:
         if not most:
             return {""}
-        once, texts = self.of_sequence(parts, whole=False), {""}
-        found = set(texts) if not least else set()
+        once = self.of_sequence(parts, whole=False)
+        texts = {""}
+        all_texts = set(texts) if not least else set()
         for count in range(1, most + 1):
-            before, texts = texts, self._joined(texts, once)
+            before = texts
+            texts = self._joined(texts, once)
             if texts == before:  # further repetitions of empty texts change nothing
-                return found | texts
+                return all_texts | texts
             if count >= least:
                 self._budget.spend(len(texts))
-                found |= texts
-        return self._bounded(found)
+                all_texts |= texts
+        return self._bounded(all_texts)
 
     def _joined(self, firsts: set[str], seconds: set[str]) -> set[str]:
         return self._bounded(first + second for first in firsts for second in seconds)
 
     def _bounded(self, texts: Iterable[str]) -> set[str]:
         """Raises UnknownPattern once there are more texts, or longer ones, than names: later parts only add to both."""
-        found = set()
+        bounded = set()
         for text in texts:
             self._budget.spend_chars(len(text))
-            found.add(text)
-            if len(text) > self._longest or len(found) > max(1, len(self._names)):
+            bounded.add(text)
+            if len(text) > self._longest or len(bounded) > max(1, len(self._names)):
                 raise UnknownPattern
-        return found
+        return bounded

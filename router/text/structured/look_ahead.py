@@ -39,12 +39,13 @@ class RewrittenPatterns:
 
     def get(self, pattern: str, budget: Budget) -> list[str] | None:
         """Raises WorkExceeded."""
-        if (known := self._known.get(pattern, _NOT_KNOWN)) is not _NOT_KNOWN:
-            return known
+        if (rewritten := self._known.get(pattern, _NOT_KNOWN)) is not _NOT_KNOWN:
+            return rewritten
         if len(self._known) >= _MAX_CACHED:
             self._known.clear()
-        found = self._known[pattern] = without_look_ahead(pattern, budget)
-        return found
+        rewritten = without_look_ahead(pattern, budget)
+        self._known[pattern] = rewritten
+        return rewritten
 
 
 def has_look_ahead(pattern: str) -> bool:
@@ -133,10 +134,10 @@ class _Languages:
         self, kind: str, chars: Ranges = (), parts: tuple[_Language, ...] = (), least: int = 0, most: int = 0
     ) -> _Language:
         key = (kind, chars, parts, least, most)
-        if (known := self._known.get(key)) is None:
+        if (language := self._known.get(key)) is None:
             self._spend(len(parts) + len(chars))
-            known = self._known[key] = _Language(*key)
-        return known
+            language = self._known[key] = _Language(*key)
+        return language
 
     def _spend(self, num_parts: int) -> None:
         self.budget.spend(2 + num_parts // _PARTS_PER_STEP)
@@ -201,7 +202,7 @@ def _ordered(parts: Iterable[_Language]) -> tuple[_Language, ...]:
 
 def _union(sets: Iterable[Ranges]) -> Ranges:
     merged: list[tuple[int, int]] = []
-    for first, last in sorted(each for ranges in sets for each in ranges):
+    for first, last in sorted(span for ranges in sets for span in ranges):
         if merged and first <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
@@ -245,12 +246,12 @@ class _Reader:
             return self._languages.cat(self._languages.all, self.language(parts, rest))
         consuming = (at for at, (kind, _) in enumerate(parts) if kind not in _ASSERTIONS)
         last_at_start = next(consuming, len(parts)) if at_start else -1
-        found = rest
+        language = rest
         for at in range(len(parts) - 1, -1, -1):
             self._budget.spend(2)
             kind, value = parts[at]
-            found = self._part(kind, value, found, at <= last_at_start)
-        return found
+            language = self._part(kind, value, language, at <= last_at_start)
+        return language
 
     def _part(self, kind: Any, value: Any, rest: _Language, at_start: bool) -> _Language:
         if kind is constants.AT:
@@ -311,8 +312,8 @@ class _Reader:
             case constants.IN:
                 self._budget.spend(len(value))
                 negated = value[0][0] is constants.NEGATE
-                found = _union(self._characters(*each) for each in value[negated:])
-                return _others(found) if negated else found
+                ranges = _union(self._characters(*part) for part in value[negated:])
+                return _others(ranges) if negated else ranges
             case _:
                 raise UnknownPattern
 
@@ -324,7 +325,7 @@ class _Reader:
             if kind is constants.SUBPATTERN:
                 return self._is_anchored(value[-1])
             if kind is constants.BRANCH:
-                return all(self._is_anchored(each) for each in value[1])
+                return all(self._is_anchored(branch) for branch in value[1])
             if kind not in (constants.ASSERT, constants.ASSERT_NOT):
                 return False
         return False
@@ -339,7 +340,7 @@ class _Reader:
                 inner = (value[-1],)
             elif kind is constants.BRANCH:
                 inner = value[1]
-            if any(self._asserts(each) for each in inner):
+            if any(self._asserts(part) for part in inner):
                 return True
         return False
 
@@ -418,11 +419,11 @@ class _Automaton:
 
     def _derivative(self, language: _Language, code: int) -> _Language:
         """Return what may follow the character."""
-        known = self._derivatives.get((language, code))
-        if known is None:
+        derivative = self._derivatives.get((language, code))
+        if derivative is None:
             self._budget.spend(2 + len(language.parts) + len(language.chars))
-            known = self._derivatives[language, code] = self._new_derivative(language, code)
-        return known
+            derivative = self._derivatives[language, code] = self._new_derivative(language, code)
+        return derivative
 
     def _new_derivative(self, language: _Language, code: int) -> _Language:
         make = self._languages
@@ -431,12 +432,12 @@ class _Automaton:
                 has = any(first <= code <= last for first, last in language.chars)
                 return make.empty if has else make.nothing
             case "cat":
-                found = []
+                derivatives = []
                 for index, part in enumerate(language.parts):
-                    found.append(make.cat(self._derivative(part, code), *language.parts[index + 1 :]))
+                    derivatives.append(make.cat(self._derivative(part, code), *language.parts[index + 1 :]))
                     if not part.is_nullable:
                         break
-                return make.either(found)
+                return make.either(derivatives)
             case "or":
                 return make.either([self._derivative(part, code) for part in language.parts])
             case "and":
@@ -451,7 +452,8 @@ class _Automaton:
 
     def regex(self) -> str:
         """Eliminate states until one regex leads from a first state to a last one."""
-        first, last = -1, -2
+        first = -1
+        last = -2
         graph = _Graph(self._budget)
         for (start, end), text in self._edges.items():
             graph.add(start, end, text)
@@ -467,8 +469,8 @@ class _Automaton:
             graph.eliminate(at)
             if graph.num_chars > 4 * _MAX_REGEX:
                 raise UnknownPattern
-        found = graph.edge(first, last)
-        return _printed(self._languages.nothing, self._budget) if found is None else found
+        regex = graph.edge(first, last)
+        return _printed(self._languages.nothing, self._budget) if regex is None else regex
 
 
 class _Graph:
@@ -501,7 +503,8 @@ class _Graph:
 
     def eliminate(self, at: int) -> None:
         """Join each edge to a state with each edge from it, and drop the state."""
-        out, starts = self._out.pop(at, {}), self._into.pop(at, set())
+        out = self._out.pop(at, {})
+        starts = self._into.pop(at, set())
         own = out.pop(at, None)
         loop = "" if own is None else f"(?:{own})*"
         into = {start: self._out[start].pop(at) for start in starts - {at}}
@@ -515,13 +518,14 @@ class _Graph:
 
 def _classes(language: _Language, budget: Budget) -> list[Ranges]:
     """Return sets of characters that the language does not tell apart."""
-    seen, pending = {language}, [language]
+    seen = {language}
+    pending = [language]
     while pending:
         new = [part for part in pending.pop().parts if part not in seen]
         budget.spend(1 + len(new))
         seen.update(new)
         pending += new
-    sets = {each.chars for each in seen}
+    sets = {part.chars for part in seen}
     changes: dict[int, int] = {0: 0, 0xE000: 0}  # bits of the sets that begin or end at a code point
     for bit, ranges in enumerate(sets):
         budget.spend(1 + len(ranges))

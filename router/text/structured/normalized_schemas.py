@@ -100,11 +100,11 @@ class _Normalizer:
                 result[name] = {key: self.schema(part) for key, part in _checked(schema, name, dict).items()}
         for name in LISTS:
             if name in schema:
-                result[name] = [self.schema(each) for each in _checked(schema, name, list)]
+                result[name] = [self.schema(branch) for branch in _checked(schema, name, list)]
         for name in CHILDREN:
             part = schema.get(name)
             if isinstance(part, list):
-                result[name] = [self.schema(each) for each in part]
+                result[name] = [self.schema(child) for child in part]
             elif isinstance(part, dict):
                 result[name] = self.schema(part)
         return result
@@ -184,12 +184,12 @@ class _Normalizer:
         return next((name for name in names if self._is_tag(name, branches, budget)), None)
 
     def _is_tag(self, name: str, branches: list[Any], budget: Budget) -> bool:
-        found = set[bytes]()
+        tags = set[bytes]()
         for branch in branches:
             values = self._tags(branch, name, 0, budget)
-            if values is None or not found.isdisjoint(values):
+            if values is None or not tags.isdisjoint(values):
                 return False
-            found |= values
+            tags |= values
         return True
 
     def _tags(self, branch: Any, name: str, depth: int, budget: Budget) -> set[bytes] | None:
@@ -201,13 +201,13 @@ class _Normalizer:
         properties = branch.get("properties")
         if isinstance(properties, dict) and name in properties:
             return self._encoded_values(properties[name], budget)
-        found = set[bytes]()
-        for each in _branches(branch) or [None]:
-            if (inner := self._tags(each, name, depth + 1, budget)) is None:
+        tags = set[bytes]()
+        for inner_branch in _branches(branch) or [None]:
+            if (inner := self._tags(inner_branch, name, depth + 1, budget)) is None:
                 return None
             budget.spend(len(inner))
-            found |= inner
-        return found
+            tags |= inner
+        return tags
 
     def _encoded_values(self, schema: Any, budget: Budget) -> set[bytes] | None:
         """Return the values of a schema as JSON. Branches often share it."""
@@ -227,7 +227,8 @@ class _Normalizer:
         rest = {name: value for name, value in schema.items() if name != "uniqueItems"}
         kinds = schema.get("type", "array")
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        least, most = schema.get("minItems", 0), schema.get("maxItems", _MAX_COMBINED)
+        least = schema.get("minItems", 0)
+        most = schema.get("maxItems", _MAX_COMBINED)
         if schema["uniqueItems"] is False or "array" not in kinds or most in (0, 1):
             return rest
         values = None if "prefixItems" in schema else self._values(schema.get("items"), self._budget)
@@ -235,7 +236,9 @@ class _Normalizer:
             return schema
         arrange = permutations if len(values) <= _MAX_PERMUTED else combinations
         self._budget.spend(128 * len(values))  # at most
-        arrays = [list(each) for count in range(least, min(most, len(values)) + 1) for each in arrange(values, count)]
+        arrays = [
+            list(arranged) for count in range(least, min(most, len(values)) + 1) for arranged in arrange(values, count)
+        ]
         if not arrays:
             return schema
         kinds = [kind for kind in kinds if kind != "array"]
@@ -251,7 +254,7 @@ class _Normalizer:
         if patterns is not None:
             schema["pattern"] = patterns[0]
             if len(patterns) > 1:
-                schema["allOf"] = [*schema.get("allOf", []), *({"pattern": each} for each in patterns[1:])]
+                schema["allOf"] = [*schema.get("allOf", []), *({"pattern": pattern} for pattern in patterns[1:])]
 
 
 def _checked(schema: Schema, name: str, kind: type) -> Any:
@@ -270,15 +273,16 @@ def _drop_bounds_of_float64(schema: Schema) -> None:
 
 def _pattern_of_names(names: Schema) -> str | None:
     """Return a pattern for names of properties; None if all are allowed, or listed."""
-    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    least = names.get("minLength", 0)
+    most = names.get("maxLength", "")
     if isinstance(pattern := names.get("pattern"), str):
         return pattern
     return f"^(?s:.){{{least},{most}}}$" if least or most != "" else None
 
 
 def _branches(schema: Any) -> list[Any]:
-    found = schema.get("oneOf") or schema.get("anyOf") if isinstance(schema, dict) else None
-    return found if isinstance(found, list) else []
+    branches = schema.get("oneOf") or schema.get("anyOf") if isinstance(schema, dict) else None
+    return branches if isinstance(branches, list) else []
 
 
 def _requiring(branch: Any, name: str) -> Any:
@@ -300,8 +304,10 @@ def _rewrite_unevaluated(schema: Schema) -> None:
 
 def _drop_implied_counts(schema: Schema) -> None:
     """Drop counts of properties that hold anyway; llguidance knows them only where all properties are required."""
-    required, properties = schema.get("required"), schema.get("properties")
-    least, most = schema.get("minProperties"), schema.get("maxProperties")
+    required = schema.get("required")
+    properties = schema.get("properties")
+    least = schema.get("minProperties")
+    most = schema.get("maxProperties")
     if isinstance(required, list) and isinstance(least, int) and len(set(map(str, required))) >= least:
         del schema["minProperties"]
     is_closed = not schema.keys() & {*LISTS, "$ref", "patternProperties"} and not schema.get("additionalProperties")

@@ -51,11 +51,11 @@ def _place(schema: dict[str, Any], problem: str) -> list[str]:
 
     place: list[str] = []
     part = schema
-    while found := next(((key, each) for key, each in _parts(part) if has_problem(each)), None):
-        key, part = found
+    while faulty := next(((key, child) for key, child in _parts(part) if has_problem(child)), None):
+        key, part = faulty
         place.append(key)
     for name in part:
-        if name not in definitions and not has_problem({key: each for key, each in part.items() if key != name}):
+        if name not in definitions and not has_problem({key: value for key, value in part.items() if key != name}):
             return [*place, name]
     return place or ["its root"]
 
@@ -69,6 +69,6 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in (*CHILDREN, *LISTS):
         part = schema.get(name)
         if isinstance(part, list):
-            yield from ((f"{name}.{index}", each) for index, each in enumerate(part))
+            yield from ((f"{name}.{index}", branch) for index, branch in enumerate(part))
         elif part is not None:
             yield name, part

@@ -192,8 +192,8 @@ def _response_format_grammar(value: dict[str, Any], budget: Budget) -> str:
         case {"type": "structural_tag"}:
             return structural_tag_grammar(value, budget)
         case _:
-            found = f"type {shown(value['type'])} is not known" if "type" in value else "type is missing"
-            raise RequestError(f"{found}; use text, json_object or json_schema")
+            problem = f"type {shown(value['type'])} is not known" if "type" in value else "type is missing"
+            raise RequestError(f"{problem}; use text, json_object or json_schema")
 
 
 def _schema_of(value: dict[str, Any]) -> dict[str, Any] | None:
@@ -204,13 +204,13 @@ def _schema_of(value: dict[str, Any]) -> dict[str, Any] | None:
     wrapped = value.get("json_schema") or {}
     if not isinstance(wrapped, dict):
         raise RequestError(f"json_schema must be an object, not {type(wrapped).__name__}")
-    found = [schema for schema in (wrapped.get("schema"), value.get("schema")) if schema is not None]
-    for schema in found:
+    schemas = [schema for schema in (wrapped.get("schema"), value.get("schema")) if schema is not None]
+    for schema in schemas:
         if not isinstance(schema, dict):
             raise RequestError(f"the schema must be an object, not {type(schema).__name__}")
-        if schema != found[0]:
+        if schema != schemas[0]:
             raise RequestError("schema and json_schema.schema differ; give one of them")
-    return found[0] if found else None
+    return schemas[0] if schemas else None
 
 
 _GRAMMARS: dict[str, Callable[[Any, Budget], str]] = {
@@ -225,8 +225,8 @@ def _structured_outputs_grammar(value: StructuredOutputs, budget: Budget) -> str
     kinds = ("json", "json_object", *_GRAMMARS)
     given = [kind for kind in kinds if getattr(value, kind) not in (None, False)]
     if len(given) != 1:
-        found = " and ".join(given) or "none"
-        raise RequestError(f"it must hold exactly one of {', '.join(kinds)}; it holds {found}")
+        held = " and ".join(given) or "none"
+        raise RequestError(f"it must hold exactly one of {', '.join(kinds)}; it holds {held}")
     kind = given[0]
     if kind in _GRAMMARS:
         return _GRAMMARS[kind](getattr(value, kind), budget)

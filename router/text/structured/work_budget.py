@@ -64,21 +64,22 @@ class Budget:
 
         Raises RequestError for one that is longer than a grammar may be, and WorkExceeded.
         """
-        pending, num_chars = [value], 0
+        pending = [value]
+        num_chars = 0
         while pending:
-            each = pending.pop()
-            if isinstance(each, str):
-                self.spend_chars(len(each))
-                num_chars += len(each)
-            elif isinstance(each, dict):
-                keys = sum(map(len, each))
-                self.spend(1 + len(each) + keys // CHARS_PER_STEP)
+            part = pending.pop()
+            if isinstance(part, str):
+                self.spend_chars(len(part))
+                num_chars += len(part)
+            elif isinstance(part, dict):
+                keys = sum(map(len, part))
+                self.spend(1 + len(part) + keys // CHARS_PER_STEP)
                 num_chars += keys
-                pending += each.values()
-            elif isinstance(each, list):
-                self.spend(1 + len(each))
-                num_chars += len(each)
-                pending += each
+                pending += part.values()
+            elif isinstance(part, list):
+                self.spend(1 + len(part))
+                num_chars += len(part)
+                pending += part
             check_chars(num_chars)
 
     def encoded(self, value: Any) -> bytes:

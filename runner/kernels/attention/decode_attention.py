@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv import KVScales
+from pdserve.kv.layout import KVScales
 from pdserve.model.model_config import ModelConfig
 from runner.batch import AttentionBatch
 from runner.kernels.attention.sinks import sinks_of_rows
@@ -34,12 +34,15 @@ from runner.kernels.tiles import AttentionTiles
 
 _PROGRAMS_PER_PROCESSOR = 3  # as shared memory allows
 _PARTS_PER_PROGRAM = 4  # with one, all would wait for the longest
-_PARTS_PER_SEQUENCE, _MOST_PARTS_PER_SEQUENCE = 8, 64  # on average: each adds to the time of the merge
+_PARTS_PER_SEQUENCE = 8  # on average: each adds to the time of the merge
+_MOST_PARTS_PER_SEQUENCE = 64
 _LEAST_TILES = 4  # least tiles of a part, if the sequences keep the device busy: a merge takes longer than a few tiles
 
 
 # Fields of a part, adjacent so that a program loads them at once.
-_ROW, _TOKEN, _NUM_TOKENS, _POSITION, _BEGIN, _END, _FIRST_PART, _NUM_PARTS = (tl.constexpr(each) for each in range(8))
+_ROW, _TOKEN, _NUM_TOKENS, _POSITION, _BEGIN, _END, _FIRST_PART, _NUM_PARTS = (
+    tl.constexpr(field) for field in range(8)
+)
 _FIELDS = tl.constexpr(8)
 
 
@@ -65,11 +68,11 @@ def _plan_parts_kernel(
     """
     wait_for_predecessor(PDL)
     row = tl.arange(0, BLOCK_SEQS)
-    known = row < rows
-    token = tl.load(query_starts + row, mask=known, other=0)
-    num_tokens = tl.load(query_starts + row + 1, mask=known, other=0) - token
+    row_mask = row < rows
+    token = tl.load(query_starts + row, mask=row_mask, other=0)
+    num_tokens = tl.load(query_starts + row + 1, mask=row_mask, other=0) - token
     taken = (num_tokens >= LEAST_TOKENS) & (num_tokens <= MOST_TOKENS)
-    seq_len = tl.load(seq_lens + row, mask=known, other=0)
+    seq_len = tl.load(seq_lens + row, mask=row_mask, other=0)
     position = seq_len - num_tokens  # position of the first query
     first_key = seq_len * 0
     if WINDOW > 0:
@@ -117,22 +120,23 @@ def _merge_parts(
     num_parts,
     top,  # [BLOCK_ROWS], log2: of the sinks, or -inf
     total,  # [BLOCK_ROWS]: 1 of the sinks, or 0
-    known,  # [BLOCK_ROWS]
+    row_mask,  # [BLOCK_ROWS]
     columns,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
     """Return the mean of a sequence's parts by their weights, ``[BLOCK_ROWS, HEAD_DIM]`` float32."""
-    merged = tl.zeros((known.shape[0], HEAD_DIM), tl.float32)
+    merged = tl.zeros((row_mask.shape[0], HEAD_DIM), tl.float32)
     stride: tl.constexpr = KV_HEADS * BLOCK_ROWS
-    counts = tl.where(known, num_parts, 0)
+    counts = tl.where(row_mask, num_parts, 0)
     if BLOCK_ROWS * HEAD_DIM > 8192:  # registers hold one part
         for part in range(num_parts):
             weight, values = _load_part(results, weights, first + part * stride, counts > part, columns, HEAD_DIM)
             new_top = tl.maximum(top, weight)
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
-            shrunk, share = tl.exp2(top - base), tl.exp2(weight - base)
+            shrunk = tl.exp2(top - base)
+            share = tl.exp2(weight - base)
             total = total * shrunk + share
             merged = merged * shrunk[:, None] + values * share[:, None]
             top = new_top
@@ -146,13 +150,15 @@ def _merge_parts(
             new_top = tl.maximum(top, tl.maximum(tl.maximum(weight0, weight1), tl.maximum(weight2, weight3)))
             base = tl.where(new_top > float("-inf"), new_top, 0.0)
             shrunk = tl.exp2(top - base)
-            share0, share1 = tl.exp2(weight0 - base), tl.exp2(weight1 - base)
-            share2, share3 = tl.exp2(weight2 - base), tl.exp2(weight3 - base)
+            share0 = tl.exp2(weight0 - base)
+            share1 = tl.exp2(weight1 - base)
+            share2 = tl.exp2(weight2 - base)
+            share3 = tl.exp2(weight3 - base)
             total = total * shrunk + (share0 + share1) + (share2 + share3)
             merged = merged * shrunk[:, None] + values0 * share0[:, None] + values1 * share1[:, None]
             merged += values2 * share2[:, None] + values3 * share3[:, None]
             top = new_top
-    return merged / tl.where(known, total, 1.0)[:, None]
+    return merged / tl.where(row_mask, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["page_table_stride"])
@@ -208,21 +214,22 @@ def _decode_attention_kernel(
     members = tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, HEAD_DIM)
     query = members // BLOCK_GROUP
-    known = (query < num_tokens) & (members % BLOCK_GROUP < GROUP)
+    row_mask = (query < num_tokens) & (members % BLOCK_GROUP < GROUP)
     positions = first_position + query
     heads = ((token + query) * KV_HEADS + kv_head) * GROUP + members % BLOCK_GROUP
-    queries = tl.load(q + heads[:, None] * HEAD_DIM + columns[None, :], mask=known[:, None], other=0.0).to(DOT)
+    queries = tl.load(q + heads[:, None] * HEAD_DIM + columns[None, :], mask=row_mask[:, None], other=0.0).to(DOT)
     if ROPE_DIM > 0:
         rope_columns = tl.arange(0, ROPE_DIM)
         at_rope = (token + query) * q_rope_token_stride + (kv_head * GROUP + members % BLOCK_GROUP) * q_rope_head_stride
-        rope_queries = tl.load(q_rope + at_rope[:, None] + rope_columns[None, :], mask=known[:, None], other=0.0)
+        rope_queries = tl.load(q_rope + at_rope[:, None] + rope_columns[None, :], mask=row_mask[:, None], other=0.0)
         rope_queries = rope_queries.to(DOT)
     keys_of_head = cache + kv_head * head_stride
     pages = page_table + row * page_table_stride
 
     first_top = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     first_total = tl.zeros((BLOCK_ROWS,), tl.float32)
-    top, total = first_top, first_total
+    top = first_top
+    total = first_total
     result = tl.zeros((BLOCK_ROWS, HEAD_DIM), tl.float32)
     if HAS_SINKS:
         first_top, first_total = sinks_of_rows(sinks + kv_head * GROUP, members % BLOCK_GROUP, GROUP)
@@ -268,11 +275,11 @@ def _decode_attention_kernel(
         result = result * v_scale
     at_out = out + heads[:, None] * HEAD_DIM + columns[None, :]
     if num_parts == 1:
-        tl.store(at_out, result.to(out.dtype.element_ty), mask=known[:, None])
+        tl.store(at_out, result.to(out.dtype.element_ty), mask=row_mask[:, None])
     else:
         ours = (part * KV_HEADS + kv_head) * BLOCK_ROWS + members
-        tl.store(results + ours[:, None] * HEAD_DIM + columns[None, :], result, mask=known[:, None])
-        tl.store(weights + ours, top + tl.log2(total), mask=known)
+        tl.store(results + ours[:, None] * HEAD_DIM + columns[None, :], result, mask=row_mask[:, None])
+        tl.store(weights + ours, top + tl.log2(total), mask=row_mask)
         tl.debug_barrier()  # all threads have written before this part counts as done
         counter = done + row * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
@@ -280,10 +287,10 @@ def _decode_attention_kernel(
             tl.store(counter, 0)
             first = (first_of_row * KV_HEADS + kv_head) * BLOCK_ROWS + members
             merged = _merge_parts(
-                results, weights, first, num_parts, first_top, first_total, known, columns,
+                results, weights, first, num_parts, first_top, first_total, row_mask, columns,
                 KV_HEADS, HEAD_DIM, BLOCK_ROWS,
             )  # fmt: skip
-            tl.store(at_out, merged.to(out.dtype.element_ty), mask=known[:, None])
+            tl.store(at_out, merged.to(out.dtype.element_ty), mask=row_mask[:, None])
 
 
 class _Cut:
@@ -294,8 +301,11 @@ class _Cut:
         device: torch.device,
     ) -> None:  # fmt: skip
         """``tokens``: the least and the most; ``programs``: how many of one head of keys run at a time."""
-        self.tiles, self.has_several, self._tokens = tiles, tokens[1] > 1, tokens
-        self._programs, self._max_seqs = programs, max_seqs
+        self.tiles = tiles
+        self.has_several = tokens[1] > 1
+        self._tokens = tokens
+        self._programs = programs
+        self._max_seqs = max_seqs
         self.most_parts = self.num_parts(max_seqs)
         self.parts = {
             window: torch.zeros(self.most_parts, _FIELDS.value, dtype=torch.int32, device=device) for window in windows
@@ -342,7 +352,8 @@ class SplitDecode:
         scales: Sequence[KVScales],
     ) -> None:
         """``config`` is the rank's part of the model; ``scales`` has one per layer, 1.0 without an FP8 cache."""
-        self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
+        self._kv_heads = config.num_kv_heads
+        self._head_dim = config.head_dim
         self._group = config.num_heads // config.num_kv_heads
         self._windows = [spec.window for spec in config.attention]
         # Keys of an FP8 cache are multiplied as they are stored: their scale is a factor of all scores.
@@ -355,13 +366,14 @@ class SplitDecode:
             at_a_time = tiles.processors * (_PROGRAMS_PER_PROCESSOR if of is tiles.decode else 1)
             return _Cut(of, (least, most), max(at_a_time // self._kv_heads, 1), max_seqs, windows, device)
 
-        self._singles, self._all = cut(tiles.decode, 1, 1), cut(tiles.several, 1, tiles.few)
+        self._singles = cut(tiles.decode, 1, 1)
+        self._all = cut(tiles.several, 1, tiles.few)
         # Single tokens beside a few of other sequences keep their tiles, if these are smaller.
         self._mixed = (
             [self._all] if tiles.several is tiles.decode else [self._singles, cut(tiles.several, 2, tiles.few)]
         )
         self._cuts: dict[int | None, list[_Cut]] = {}  # cuts of the current step, by window
-        elements = max(each.most_parts * each.tiles["BLOCK_ROWS"] for each in (self._singles, self._all))
+        elements = max(tile_cut.most_parts * tile_cut.tiles["BLOCK_ROWS"] for tile_cut in (self._singles, self._all))
         elements *= self._kv_heads
         self._results = torch.empty(elements * config.head_dim, dtype=torch.float32, device=device)
         self._weights = torch.empty(elements, dtype=torch.float32, device=device)

@@ -134,7 +134,8 @@ def _gather_latents_kernel(
         page = tl.load(page_table + row.to(tl.int64) * page_table_stride + tokens // PAGE_SIZE, mask=held, other=0)
         at = (cache + page.to(tl.int64) * page_stride + tokens % PAGE_SIZE * (RANK + ROPE))[:, None]
         target = (start + tokens).to(tl.int64)[:, None]
-        rank, rope = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
+        rank = tl.arange(0, RANK)[None, :]
+        rope = tl.arange(0, ROPE)[None, :]
         tl.store(latents + target * RANK + rank, tl.load(at + rank, mask=held[:, None], other=0.0))
         rotated = tl.load(at + RANK + rope, mask=held[:, None], other=0.0)
         for head in range(HEADS):
@@ -150,8 +151,11 @@ def gather_latents(
     nope + rope]. Each sequence begins at a multiple of ``tile`` tokens, and the rest of its last tile is zero.
     ``longest`` is the longest sequence's length, and cache a layer's view.
     """
-    rank, (heads, key_size), page_size = latents.shape[1], keys.shape[1:], cache.shape[3]
-    rope, block = cache.shape[4] - rank, 16
+    rank = latents.shape[1]
+    heads, key_size = keys.shape[1:]
+    page_size = cache.shape[3]
+    rope = cache.shape[4] - rank
+    block = 16
     assert latents.is_contiguous()
     assert keys.is_contiguous()
     assert tile % block == 0

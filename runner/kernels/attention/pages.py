@@ -61,7 +61,9 @@ class PageLists:
 
     def __init__(self, max_rows: int, page_size: int, device: torch.device, window: int | None = None) -> None:
         """``window``: the KV cache group's, in tokens."""
-        self._max_rows, self._page_size, self._window = max_rows, page_size, window
+        self._max_rows = max_rows
+        self._page_size = page_size
+        self._window = window
         self.starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.last_lens = torch.ones(max_rows, dtype=torch.int32, device=device)
         self.pages = torch.zeros(0, dtype=torch.int32, device=device)

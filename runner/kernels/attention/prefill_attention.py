@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from pdserve.model.attention_spec import AttentionSpec
 from runner.batch import AttentionBatch
 from runner.kernels.attention.sinks import sinks_of_rows
@@ -203,8 +203,11 @@ def prefill_attention(
     ``sinks`` [num_heads] are given where the spec has them. With ``q_rope`` [tokens, num_heads, rope_dim] the cache has
     latents [pages, num_kv_heads, 1, page_size, head_dim + rope_dim]: keys are whole rows, values their first part.
     """
-    kv_heads, page_size, head_dim = cache.shape[1], cache.shape[3], q.shape[2]
-    rows, options = batch.device_seq_lens.shape[0], tiles.prefill_options(spec.window)
+    kv_heads = cache.shape[1]
+    page_size = cache.shape[3]
+    head_dim = q.shape[2]
+    rows = batch.device_seq_lens.shape[0]
+    options = tiles.prefill_options(spec.window)
     _prefill_attention_kernel[(q.shape[0] // options["BLOCK_QUERIES"] + rows, kv_heads)](
         q,
         q if q_rope is None else q_rope,

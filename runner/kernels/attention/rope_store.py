@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from runner.batch import HeadNorms, RotaryCosSin
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.products.fp8 import to_cache

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv import UNSCALED, KVScales
+from pdserve.kv.layout import UNSCALED, KVScales
 from runner.kernels.products.fp8 import to_cache
 
 _BLOCK = 1024  # values per program, in whole heads

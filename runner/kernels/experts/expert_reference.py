@@ -64,10 +64,11 @@ def sum_of_experts(
     numbers, order = routing.experts.flatten().sort(stable=True)
     weights = routing.weights.flatten()[order, None]
     tokens = order // top_k
-    found, counts = numbers.unique_consecutive(return_counts=True)
+    expert_numbers, counts = numbers.unique_consecutive(return_counts=True)
     begin = 0
-    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
-        mine, begin = slice(begin, begin + count), begin + count
+    for number, count in zip(expert_numbers.tolist(), counts.tolist(), strict=True):
+        mine = slice(begin, begin + count)
+        begin += count
         if number in local:
             part = expert(number, x.index_select(0, tokens[mine]))
             total.index_add_(0, tokens[mine], part.float() * weights[mine])

@@ -60,8 +60,8 @@ def _grouped_fp8_kernel(
     GROUPS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN if GROUPED else 1
     ONE_SCALE: tl.constexpr = ROW_BLOCK % BLOCK_OUT == 0  # for all outputs of a program
     tile, out_block = tile_of_program(tiles, OUT_BLOCKS, TOGETHER)
-    expert, known = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
-    if known:
+    expert, has_expert = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
+    if has_expert:
         held, rows = held_rows(assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS), count)
         token = rows // ROWS_PER_TOKEN
         column = tl.arange(0, BLOCK_IN)
@@ -167,7 +167,8 @@ def grouped_fp8(
 def _options(tile_rows: int, in_features: int, group: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return tile sizes: few rows read weights, many rows compute. ``group``: inputs that share a scale; 0: all."""
     interpreted = triton.knobs.runtime.interpret
-    exact, many = dtype == torch.float32, tile_rows >= MOST_ROWS
+    exact = dtype == torch.float32
+    many = tile_rows >= MOST_ROWS
     quantized = dtype == torch.float8_e4m3fn
     return {
         "BLOCK_OUT": 32 if exact and not interpreted else 128 if many or quantized else 64,

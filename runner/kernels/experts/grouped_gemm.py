@@ -55,8 +55,8 @@ def _grouped_gemm_kernel(
     """Grid (tiles * blocks of OUT,). Programs of ``together`` tiles share blocks of weights in the cache."""
     OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     tile, out_block = tile_of_program(tiles, OUT_BLOCKS, together)
-    expert, known = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
-    if known:
+    expert, has_expert = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
+    if has_expert:
         held, rows = held_rows(assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS), count)
         column = tl.arange(0, BLOCK_IN)
         out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -163,7 +163,8 @@ def sum_experts(
     y [tokens * top_k, size] has the results of the experts in ``local``; others are left out. Computed in float32.
     """
     assert gate is None or (shared is not None and gate.inputs.is_contiguous())
-    (tokens, top_k), size = routing.experts.shape, y.shape[1]
+    tokens, top_k = routing.experts.shape
+    size = y.shape[1]
     out = y.new_empty(tokens, size)
     if tokens:
         _sum_kernel[(tokens, triton.cdiv(size, _SUM_BLOCK))](

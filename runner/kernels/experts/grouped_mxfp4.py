@@ -231,8 +231,8 @@ def _grouped_mxfp4_kernel(
     """Grid (tiles * blocks of OUT,). Programs of TOGETHER tiles share blocks of weights in the cache."""
     OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     tile, out_block = tile_of_program(tiles, OUT_BLOCKS, TOGETHER)
-    expert, known = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
-    if known:
+    expert, has_expert = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
+    if has_expert:
         first_row = assignments + tile * BLOCK_ROWS
         if FEW_ROWS == 0 or tl.load(first_row + FEW_ROWS) < count:
             assignment = assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS)
@@ -297,7 +297,8 @@ def grouped_mxfp4(
     assert words.is_contiguous()
     assert scales.is_contiguous()
     count = rows.num_assignments
-    in_features, out_features = x.shape[1], words.shape[2]
+    in_features = x.shape[1]
+    out_features = words.shape[2]
     assert activation is None or out_features % 16 == 0
     y = x.new_empty(count, out_features if activation is None else out_features // 2)
     if not count:

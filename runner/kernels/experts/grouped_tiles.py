@@ -84,11 +84,11 @@ def expert_of_tile(experts, tile, first_expert, num_experts, SORTED: tl.constexp
     """Return the number of a tile's expert on this rank, and whether the rank has it."""
     if SORTED:
         expert = tl.load(experts + tile)
-        known = expert >= 0
+        has_expert = expert >= 0
     else:
         expert = tl.load(experts + tile) - first_expert
-        known = (expert >= 0) & (expert < num_experts)
-    return expert, known
+        has_expert = (expert >= 0) & (expert < num_experts)
+    return expert, has_expert
 
 
 @triton.jit

@@ -49,7 +49,8 @@ def pack(blocks: Tensor) -> Tensor:
     (groups, _, _), _ = packed_shapes(outputs, inputs)
     codes = blocks.new_zeros(outputs, groups * GROUP)
     pairs = codes[:, :inputs].unflatten(1, (num_blocks, BLOCK // 2, 2))
-    pairs[..., 0], pairs[..., 1] = blocks & 15, blocks >> 4
+    pairs[..., 0] = blocks & 15
+    pairs[..., 1] = blocks >> 4
     a, b, c, d = codes.view(outputs, groups, 4, WORDS).transpose(0, 1).to(torch.int16).unbind(2)
     words = (a & 8) << 12 | (a & 7) << 6 | (b & 8) << 9 | (b & 7) << 3 | (c & 8) << 6 | (c & 7)
     return words | (d & 8) << 11 | (d & 6) << 9 | (d & 1) << 13

@@ -40,8 +40,8 @@ def _choose_kernel(
     """Grid (tokens,). Among equal scores, the expert with the lowest number is chosen."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    known = expert < NUM_EXPERTS
-    logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=known, other=-float("inf"))
+    expert_mask = expert < NUM_EXPERTS
+    logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=expert_mask, other=-float("inf"))
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logit))
     else:
@@ -49,8 +49,8 @@ def _choose_kernel(
         scores = powers / tl.sum(powers, axis=0)
     choice = scores
     if HAS_BIAS:
-        choice = choice + tl.load(bias + expert, mask=known, other=0.0)
-    choice = tl.where(known, choice, -float("inf"))
+        choice = choice + tl.load(bias + expert, mask=expert_mask, other=0.0)
+    choice = tl.where(expert_mask, choice, -float("inf"))
     if GROUPS > 1:
         SIZE: tl.constexpr = NUM_EXPERTS // GROUPS
         group_of = expert // SIZE
@@ -68,7 +68,7 @@ def _choose_kernel(
             first = tl.min(tl.where(group_scores == best, group_of, BLOCK), axis=0)
             kept = kept | (group_of == first)
             group_scores = tl.where(group_of == first, -float("inf"), group_scores)
-        choice = tl.where(kept & known, choice, -float("inf"))
+        choice = tl.where(kept & expert_mask, choice, -float("inf"))
     column = tl.arange(0, BLOCK_TOP_K)
     chosen = tl.zeros([BLOCK_TOP_K], tl.int32)
     weight = tl.zeros([BLOCK_TOP_K], tl.float32)
@@ -165,8 +165,8 @@ def _count_kernel(
     """Grid (parts,): count the assignments of each expert in a part."""
     begin = tl.program_id(0) * part_size
     end = tl.minimum(begin + part_size, count)
-    found = _count(experts, begin, end, first_expert, num_experts, BLOCK, CHUNK)
-    tl.store(counts + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), found)
+    part_counts = _count(experts, begin, end, first_expert, num_experts, BLOCK, CHUNK)
+    tl.store(counts + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), part_counts)
 
 
 @triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
@@ -186,7 +186,8 @@ def _place_kernel(
     CHUNK: tl.constexpr,
 ):
     """Grid (num_experts + 1, parts): write the tiles of an expert; the last row writes empty tiles."""
-    expert, part = tl.program_id(0), tl.program_id(1)
+    expert = tl.program_id(0)
+    part = tl.program_id(1)
     others = tl.arange(0, BLOCK)
     if PARTS == 1:
         totals = _count(experts, 0, count, first_expert, num_experts, BLOCK, CHUNK)
@@ -231,9 +232,10 @@ def _place_kernel(
 
 def sort_by_expert(experts: Tensor, local: range, tile_rows: int) -> SortedTokens:
     """Put assignments of experts [tokens, top_k] int32 in order of the experts in ``local``; leave out all others."""
-    count, num_experts = experts.numel(), len(local)
+    count = experts.numel()
+    num_experts = len(local)
     tiles = min(count, count // tile_rows + num_experts)
-    found = SortedTokens(
+    sorted_tokens = SortedTokens(
         torch.empty(tiles * tile_rows, dtype=torch.int32, device=experts.device),
         torch.empty(tiles, dtype=torch.int32, device=experts.device),
     )
@@ -248,8 +250,8 @@ def sort_by_expert(experts: Tensor, local: range, tile_rows: int) -> SortedToken
     _place_kernel[(num_experts + 1, parts)](
         experts,
         counts,
-        found.assignments,
-        found.experts,
+        sorted_tokens.assignments,
+        sorted_tokens.experts,
         count,
         local.start,
         num_experts,
@@ -259,4 +261,4 @@ def sort_by_expert(experts: Tensor, local: range, tile_rows: int) -> SortedToken
         PARTS=1 if parts == 1 else _PARTS,
         **options,
     )
-    return found
+    return sorted_tokens

@@ -38,7 +38,7 @@ def _part(
     scales,
     token,
     out,
-    known,
+    token_mask,
     held,
     first,
     last,
@@ -56,11 +56,12 @@ def _part(
     scales_at = scales + out // ROW_BLOCK * GROUPS
     total = tl.zeros((out.shape[0], token.shape[0]), tl.float32)
     if GROUPS > 1:
-        x_scale = tl.load(x_scales_at + first, mask=known, other=0.0)
+        x_scale = tl.load(x_scales_at + first, mask=token_mask, other=0.0)
         scale = tl.load(scales_at + first, mask=held, other=0.0)
     for step in range(first, last):
         begin = step * BLOCK_IN
-        inside_weight, inside_x = held[:, None], known[None, :]
+        inside_weight = held[:, None]
+        inside_x = token_mask[None, :]
         if IN % BLOCK_IN:
             inside_weight &= (begin + column < IN)[None, :]
             inside_x &= (begin + column < IN)[:, None]
@@ -70,7 +71,7 @@ def _part(
             total += tl.dot(weights, values) * scale[:, None] * x_scale[None, :]
             # The scales of the next group are read while this one is multiplied.
             group = tl.minimum(step + 1, GROUPS - 1)
-            x_scale = tl.load(x_scales_at + group, mask=known, other=0.0)
+            x_scale = tl.load(x_scales_at + group, mask=token_mask, other=0.0)
             scale = tl.load(scales_at + group, mask=held, other=0.0)
         else:
             total = tl.dot(weights, values, total)
@@ -98,16 +99,21 @@ def _few_tokens_kernel(
 ):
     """Grid (tiles of outputs, SPLITS)."""
     STEPS: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
     out = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     token = tl.arange(0, BLOCK_TOKENS)
-    known, held = token < tokens, out < OUT
-    first, last = STEPS * split // SPLITS, STEPS * (split + 1) // SPLITS
-    total = _part(x, x_scales, weight, scales, token, out, known, held, first, last, IN, ROW_BLOCK, GROUP, BLOCK_IN)
+    token_mask = token < tokens
+    held = out < OUT
+    first = STEPS * split // SPLITS
+    last = STEPS * (split + 1) // SPLITS
+    total = _part(
+        x, x_scales, weight, scales, token, out, token_mask, held, first, last, IN, ROW_BLOCK, GROUP, BLOCK_IN
+    )
     at = token[None, :] * OUT + out[:, None]
     is_last = True
     if SPLITS > 1:
-        kept = known[None, :] & held[:, None]
+        kept = token_mask[None, :] & held[:, None]
         tl.store(parts + split * (BLOCK_TOKENS * OUT) + at, total, mask=kept)
         tl.debug_barrier()  # all threads have written before this part counts
         is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
@@ -121,15 +127,18 @@ def _few_tokens_kernel(
     if is_last:
         if GROUP == IN:
             total *= tl.load(scales + out // ROW_BLOCK, mask=held, other=0.0)[:, None]
-            total *= tl.load(x_scales + token, mask=known, other=0.0)[None, :]
-        tl.store(y + at, total.to(y.dtype.element_ty), mask=known[None, :] & held[:, None])
+            total *= tl.load(x_scales + token, mask=token_mask, other=0.0)[None, :]
+        tl.store(y + at, total.to(y.dtype.element_ty), mask=token_mask[None, :] & held[:, None])
 
 
 class FewTokens:
     """The products of one weight, whose scales ``fp8_products`` describes. ``group``: inputs that share a scale."""
 
     def __init__(self, weight: Tensor, scales: Tensor, row_block: int, group: int) -> None:
-        self._weight, self._scales, self._row_block, self._group = weight, scales, row_block, group
+        self._weight = weight
+        self._scales = scales
+        self._row_block = row_block
+        self._group = group
         out_features, in_features = weight.shape
         has_groups = group < in_features
         processors = processors_of(weight.device)
@@ -146,7 +155,8 @@ class FewTokens:
 
     def __call__(self, x: Quantized) -> Tensor:
         """Return bfloat16 [tokens, out_features] of at most ``most_tokens``, quantized in the weight's groups."""
-        tokens, (out_features, in_features) = x.values.shape[0], self._weight.shape
+        tokens = x.values.shape[0]
+        out_features, in_features = self._weight.shape
         block_tokens = max(_LEAST_TOKENS, triton.next_power_of_2(tokens))
         stage_bytes = (self._block_out + block_tokens) * self._block_in
         y = torch.empty(tokens, out_features, dtype=torch.bfloat16, device=self._weight.device)

@@ -55,10 +55,12 @@ def _quantize_kernel(
 def quantize(x: Tensor, group: int, *, gated: bool = False) -> Quantized:
     """Quantize x [tokens, size], or if ``gated`` silu(gate) * up of x [tokens, 2 * size], in groups of a row."""
     assert x.is_contiguous()
-    tokens, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    tokens = x.shape[0]
+    size = x.shape[1] // 2 if gated else x.shape[1]
     values = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(tokens, size // group, dtype=torch.float32, device=x.device)
-    block, count = triton.next_power_of_2(group), scales.numel()
+    block = triton.next_power_of_2(group)
+    count = scales.numel()
     together = max(1, min(_QUANTIZED // block, triton.next_power_of_2(size // group)))
     if count:
         _quantize_kernel[(triton.cdiv(count, together),)](
@@ -83,7 +85,7 @@ def _partial_sums(
     scales,
     begin,
     row,
-    known,
+    row_mask,
     IN: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -98,7 +100,7 @@ def _partial_sums(
     if GROUP < IN:
         group = (begin + tl.arange(0, CHUNK // _PART) * _PART) // GROUP
         groups = (IN + GROUP - 1) // GROUP
-        held = known[:, None] & (group < groups)[None, :]
+        held = row_mask[:, None] & (group < groups)[None, :]
         at = (row // ROW_BLOCK)[:, None] * groups + group[None, :]
         sums *= tl.load(scales + at, mask=held, other=0.0)
     return sums
@@ -120,21 +122,21 @@ def _gemv_kernel(
 ):
     """y[n] = sum over k of weight[n, k] * scale[n, k] * x[k], in float32. A program per ROWS outputs."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = row < out_features
+    row_mask = row < out_features
     column = tl.arange(0, CHUNK)
     at = weight + row[:, None].to(tl.int64) * IN + column[None, :]
-    mask = known[:, None] & (column < IN)[None, :]
+    mask = row_mask[:, None] & (column < IN)[None, :]
     weights = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_predecessor(PDL)
-    sums = _partial_sums(weights, x, scales, 0, row, known, IN, ROW_BLOCK, GROUP, ROWS, CHUNK)
+    sums = _partial_sums(weights, x, scales, 0, row, row_mask, IN, ROW_BLOCK, GROUP, ROWS, CHUNK)
     for begin in range(CHUNK, IN, CHUNK):
-        mask = known[:, None] & (begin + column < IN)[None, :]
+        mask = row_mask[:, None] & (begin + column < IN)[None, :]
         weights = tl.load(at + begin, mask=mask, other=0.0, eviction_policy="evict_first")
-        sums += _partial_sums(weights, x, scales, begin, row, known, IN, ROW_BLOCK, GROUP, ROWS, CHUNK)
+        sums += _partial_sums(weights, x, scales, begin, row, row_mask, IN, ROW_BLOCK, GROUP, ROWS, CHUNK)
     result = tl.sum(sums, axis=1)
     if GROUP == IN:
-        result *= tl.load(scales + row // ROW_BLOCK, mask=known, other=0.0)
-    tl.store(y + row, result.to(y.dtype.element_ty), mask=known)
+        result *= tl.load(scales + row // ROW_BLOCK, mask=row_mask, other=0.0)
+    tl.store(y + row, result.to(y.dtype.element_ty), mask=row_mask)
 
 
 def gemv(x: Tensor, weight: Tensor, scales: Tensor, row_block: int, group: int) -> Tensor:
@@ -183,31 +185,42 @@ def _block_matmul_kernel(
     rows = ((first + tile % (TOGETHER * across) % height) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
     columns = tile % (TOGETHER * across) // height * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inner = tl.arange(0, GROUP)
-    known, held = rows < tokens, columns < OUT
+    row_mask = rows < tokens
+    held = columns < OUT
     at_x = x + rows[:, None] * IN + inner[None, :]
     at_weight = weight + columns[None, :].to(tl.int64) * IN + inner[:, None]
     at_x_scales = x_scales + rows * (IN // GROUP)
     at_scales = scales + columns // ROW_BLOCK * (IN // GROUP)
     total = tl.zeros((BLOCK_TOKENS, BLOCK_OUT), tl.float32)
     for group in range(IN // GROUP):
-        a = tl.load(at_x + group * GROUP, mask=known[:, None], other=0.0)
+        a = tl.load(at_x + group * GROUP, mask=row_mask[:, None], other=0.0)
         b = tl.load(at_weight + group * GROUP, mask=held[None, :], other=0.0)
-        a_scale = tl.load(at_x_scales + group, mask=known, other=0.0)
+        a_scale = tl.load(at_x_scales + group, mask=row_mask, other=0.0)
         b_scale = tl.load(at_scales + group, mask=held, other=0.0)
         total += tl.dot(a, b) * a_scale[:, None] * b_scale[None, :]
     place = y + rows[:, None] * OUT + columns[None, :]
-    tl.store(place, total.to(y.dtype.element_ty), mask=known[:, None] & held[None, :])
+    tl.store(place, total.to(y.dtype.element_ty), mask=row_mask[:, None] & held[None, :])
 
 
 def block_matmul(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, row_block: int, group: int) -> Tensor:
     """Return bfloat16 [tokens, out_features] of quantized x [tokens, in_features] with the same groups."""
-    tokens, (out_features, in_features) = x.shape[0], weight.shape
+    tokens = x.shape[0]
+    out_features, in_features = weight.shape
     if tokens <= 32:  # the time to read the weight: enough programs for all processors
-        block_tokens, block_out, warps, stages = 16 if tokens <= 16 else 32, 32, 4, 5
+        block_tokens = 16 if tokens <= 16 else 32
+        block_out = 32
+        warps = 4
+        stages = 5
     elif tokens <= 64:
-        block_tokens, block_out, warps, stages = 64, 64, 4, 4
+        block_tokens = 64
+        block_out = 64
+        warps = 4
+        stages = 4
     else:
-        block_tokens, block_out, warps, stages = 128, 128, 8, 3
+        block_tokens = 128
+        block_out = 128
+        warps = 8
+        stages = 3
     y = torch.empty(tokens, out_features, dtype=torch.bfloat16, device=x.device)
     _block_matmul_kernel[(triton.cdiv(tokens, block_tokens) * triton.cdiv(out_features, block_out),)](
         x,

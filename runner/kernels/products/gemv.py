@@ -32,18 +32,18 @@ def _gemv_kernel(
 ):
     """y[n] = sum over k of weight[n, k] * x[k], in float32. A program per ROWS outputs."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = (row < out_features)[:, None]
+    row_mask = (row < out_features)[:, None]
     column = tl.arange(0, CHUNK)
     at = weight + row[:, None].to(tl.int64) * IN + column[None, :]
     # Weights are read once per step, so they must not evict data that is read again.
-    mask = known & (column < IN)[None, :]
+    mask = row_mask & (column < IN)[None, :]
     weights = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
     wait_for_predecessor(PDL)
     total = weights.to(tl.float32) * tl.load(x + column, mask=column < IN, other=0.0).to(tl.float32)[None, :]
     for begin in range(CHUNK, IN, CHUNK):
         inside = begin + column < IN
         values = tl.load(x + begin + column, mask=inside, other=0.0).to(tl.float32)
-        mask = known & inside[None, :]
+        mask = row_mask & inside[None, :]
         weights = tl.load(at + begin, mask=mask, other=0.0, eviction_policy="evict_first")
         total += weights.to(tl.float32) * values[None, :]
     tl.store(y + row, tl.sum(total, axis=1).to(y.dtype.element_ty), mask=row < out_features)

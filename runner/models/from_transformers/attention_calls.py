@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.errors import ConfigError
-from pdserve.kv import KVShare
+from pdserve.kv.layout import KVShare
 from pdserve.model.attention_spec import AttentionSpec
 from runner.attention import AttentionBackend
 from runner.distributed.parallel_state import ParallelState
 
 #: Names of attention functions. For ``PAGED`` the library builds no mask, as it knows no mask function of that name.
-PAGED, TRACED = "pdserve_paged", "pdserve_traced"
+PAGED = "pdserve_paged"
+TRACED = "pdserve_traced"
 
 #: Arguments of an attention call that change nothing here.
 _WITHOUT_EFFECT = frozenset(
@@ -63,13 +64,15 @@ class HeadShard:
 
     def __init__(self, num_heads: int, share: KVShare, parallel: ParallelState) -> None:
         """``num_heads`` is the number of query heads of the whole model."""
-        tp, shard = parallel.position.parallel.tp, parallel.position.shard
-        self._num_heads, self._parallel = num_heads, parallel
-        each = num_heads // tp
-        self._queries = slice(shard * each, (shard + 1) * each)
+        tp = parallel.position.parallel.tp
+        shard = parallel.position.shard
+        self._num_heads = num_heads
+        self._parallel = parallel
+        heads_per_shard = num_heads // tp
+        self._queries = slice(shard * heads_per_shard, (shard + 1) * heads_per_shard)
         self._keys = slice(share.first_head, share.first_head + share.num_heads)
         self._total_keys = share.total_heads
-        self.sizes = (each, share.num_heads)  # query and KV heads of this shard
+        self.sizes = (heads_per_shard, share.num_heads)  # query and KV heads of this shard
 
     def knows(self, num_heads: int, num_kv_heads: int) -> bool:
         """Whether a layer computes this shard's heads, or all."""
@@ -98,11 +101,18 @@ class PagedCalls:
     """Attends over the paged cache of one rank. V that is narrower than K is padded with zeros."""
 
     def __init__(self, backend: AttentionBackend, heads: HeadShard, first_layer: int, head_dim: int) -> None:
-        self._backend, self._heads, self._first_layer, self._head_dim = backend, heads, first_layer, head_dim
+        self._backend = backend
+        self._heads = heads
+        self._first_layer = first_layer
+        self._head_dim = head_dim
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: AttentionSpec, call: dict[str, Any]) -> Tensor:
-        heads, width, layer = self._heads, v.shape[-1], layer - self._first_layer
-        mine, k, v = heads.queries(q), heads.keys(k), heads.keys(v)
+        heads = self._heads
+        width = v.shape[-1]
+        layer -= self._first_layer
+        mine = heads.queries(q)
+        k = heads.keys(k)
+        v = heads.keys(v)
         if width < self._head_dim:
             v = nn.functional.pad(v, (0, self._head_dim - width))
         self._backend.store(layer, k, v)
@@ -128,7 +138,8 @@ class TracedCalls:
         self._masks.append((mask, predicate))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: AttentionSpec, call: dict[str, Any]) -> Tensor:
-        window, mask = asked.window, call["attention_mask"]
+        window = asked.window
+        mask = call["attention_mask"]
         if mask is not None:
             window = window_of(self._predicate_of(layer, mask), self._num_positions, mask.device)
         self.num_calls += 1
@@ -137,8 +148,8 @@ class TracedCalls:
         return q.new_zeros(len(q), q.shape[1], v.shape[2])
 
     def _predicate_of(self, layer: int, mask: Tensor) -> Predicate:
-        for known, predicate in self._masks:
-            if known.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
+        for built_mask, predicate in self._masks:
+            if built_mask.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr():
                 return predicate
         raise ConfigError(f"layer {layer} changes its mask, so what it attends to is not known")
 
@@ -148,7 +159,8 @@ def window_of(predicate: Predicate, num_positions: int, device: torch.device) ->
 
     Raises ConfigError if it is neither, at any key of some queries, the last one included.
     """
-    keys, zero = torch.arange(num_positions, device=device), torch.zeros((), dtype=torch.long, device=device)
+    keys = torch.arange(num_positions, device=device)
+    zero = torch.zeros((), dtype=torch.long, device=device)
 
     def attends(query: int) -> Tensor:
         return torch.as_tensor(predicate(zero, zero, torch.tensor(query, device=device), keys)).expand(num_positions)

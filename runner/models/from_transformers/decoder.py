@@ -50,9 +50,11 @@ class TransformersDecoder(Model):
 
     def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
         """``config`` describes the whole model."""
-        self.config, self.parallel = config, parallel
+        self.config = config
+        self.parallel = parallel
         self.attention = ()  # until the weights are loaded
-        self._placement, self._position = placement, parallel.position
+        self._placement = placement
+        self._position = parallel.position
         self._model: Any = None
         self._body: Any = None
         self._scores: Any = None  # the head of a sequence classifier
@@ -89,8 +91,8 @@ class TransformersDecoder(Model):
             raise self._refusal(str(exc)) from exc
         except LIBRARY_ERRORS as exc:
             lacks_interface = self._model is not None and not self._model._supports_attention_backend
-            known = NO_INTERFACE + "; " if lacks_interface else ""
-            raise self._refusal(f"{known}its layers fail on two tokens: {shown(str(exc))}") from exc
+            cause = NO_INTERFACE + "; " if lacks_interface else ""
+            raise self._refusal(f"{cause}its layers fail on two tokens: {shown(str(exc))}") from exc
 
     def _find_body(self) -> None:
         self._body = body_of(self._model)
@@ -145,7 +147,9 @@ class TransformersDecoder(Model):
 
         Runs within ``in_float32``. ``weights`` as for ``load``.
         """
-        parallel, placement, num_layers = self._position.parallel, self._placement, self.config.num_layers
+        parallel = self._position.parallel
+        placement = self._placement
+        num_layers = self.config.num_layers
         if parallel.num_ranks > 1:
 
             def build(part: ModelPart) -> Any:
@@ -208,8 +212,10 @@ class TransformersDecoder(Model):
     @torch.inference_mode()
     def _trace(self) -> tuple[AttentionSpec, ...]:
         """Run two tokens, and return what each layer asks for. Raises ConfigError for anything unknown."""
-        config, calls = self.config, TracedCalls(self.config.max_position_embeddings)
-        tokens, layers = torch.arange(2, device=self._placement.device), self._position.layers
+        config = self.config
+        calls = TracedCalls(self.config.max_position_embeddings)
+        tokens = torch.arange(2, device=self._placement.device)
+        layers = self._position.layers
         inputs = tokens
         if not self._position.is_first:
             inputs = self.no_hidden(2, self._placement.dtype)

@@ -143,7 +143,8 @@ def _read(
     """Raises CheckpointError unless each weight has its place, and no place is left."""
     slices = dict(weights)
     if placement.device.type == "meta":
-        model_class, slices = _unread(model_class), {name: UnreadSlice(each) for name, each in slices.items()}
+        model_class = _unread(model_class)
+        slices = {name: UnreadSlice(weight) for name, weight in slices.items()}
     model, report = model_class.from_pretrained(
         None,
         config=config,
@@ -154,11 +155,11 @@ def _read(
         ignore_mismatched_sizes=True,  # they are refused below, by name
     )
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        found = {_described(key) for key in report.get(kind) or () if not is_padding_bias(str(key), weights)}
+        odd_names = {_described(key) for key in report.get(kind) or () if not is_padding_bias(str(key), weights)}
         if kind == "unexpected_keys":
-            found = {name for name in found if not _is_left_out(name, model)}
-        if found:
-            names = ", ".join(sorted(found)[:3])
+            odd_names = {name for name in odd_names if not _is_left_out(name, model)}
+        if odd_names:
+            names = ", ".join(sorted(odd_names)[:3])
             raise CheckpointError(f"{model_dir} has {kind.replace('_', ' ')}: {names}; config.json is of another model")
     return model
 
@@ -172,7 +173,8 @@ def _described(key: Any) -> str:
 
 def _is_left_out(name: str, model: Any) -> bool:
     """Whether a tensor of the checkpoint belongs to another part, or to heads that predict further tokens (MTP)."""
-    config, layer = model.config.get_text_config(), _LAYER.search(name)
+    config = model.config.get_text_config()
+    layer = _LAYER.search(name)
     extra = getattr(config, "num_nextn_predict_layers", 0) or 0
     return name in model.whole_names or (layer is not None and 0 <= int(layer[1]) - config.num_hidden_layers < extra)
 

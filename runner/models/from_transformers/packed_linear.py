@@ -41,8 +41,11 @@ def pack_linear_layers(model: nn.Module, placement: TensorPlacement) -> None:
         if type(layer) is not nn.Linear or layer.weight.dtype != placement.dtype or not layer.weight.numel():
             continue
         method = UnquantizedLinearMethod(0, 0, False, placement)
-        method.weight, method.bias = layer.weight.data, None if layer.bias is None else layer.bias.data
+        method.weight = layer.weight.data
+        method.bias = None if layer.bias is None else layer.bias.data
         method.process_weights_after_loading()
         if uses[id(layer.weight)] == 1:
             del layer._parameters["weight"]
-        layer.__class__, layer.__dict__["method"], layer.__dict__["dtype"] = PackedLinear, method, placement.dtype
+        layer.__class__ = PackedLinear
+        layer.__dict__["method"] = method
+        layer.__dict__["dtype"] = placement.dtype

@@ -58,7 +58,8 @@ def take_part(model: Any, part: ModelPart) -> None:
         if index not in part.layers:
             layers[index] = Elsewhere()
     plan = list(body.config.base_model_pp_plan or [list_name])
-    first, last = plan[: plan.index(list_name)], plan[plan.index(list_name) + 1 :]
+    first = plan[: plan.index(list_name)]
+    last = plan[plan.index(list_name) + 1 :]
     tied = model.all_tied_weights_keys and model.config.get_text_config().tie_word_embeddings
     if not (part.is_first or (tied and part.is_last)):
         _remove(body, first)

@@ -18,8 +18,11 @@ class _LayerWindow:
     """The layers that are in memory: one range of ``size`` layers at a time."""
 
     def __init__(self, build: BuildPart, num_layers: int, size: int) -> None:
-        self._build, self._num_layers, self._size = build, num_layers, size
-        self._range, self._layers = range(0), nn.ModuleList()
+        self._build = build
+        self._num_layers = num_layers
+        self._size = size
+        self._range = range(0)
+        self._layers = nn.ModuleList()
 
     def layer(self, index: int) -> nn.Module:
         if index not in self._range:
@@ -34,7 +37,8 @@ class _LayerWindow:
 class _ReadWhenCalled(nn.Module):
     def __init__(self, window: _LayerWindow, index: int) -> None:
         super().__init__()
-        self._window, self._index = window, index
+        self._window = window
+        self._index = index
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._window.layer(self._index)(*args, **kwargs)
@@ -46,7 +50,8 @@ def unsplit_logits(
 ) -> list[Tensor]:
     """Return logits [tokens, vocab_size] float32 of each prompt by the library's own eager forward."""
     model = build(ModelPart(num_layers, range(0)))
-    window, layers = _LayerWindow(build, num_layers, layers_at_once), layers_of(body_of(model), num_layers)[1]
+    window = _LayerWindow(build, num_layers, layers_at_once)
+    layers = layers_of(body_of(model), num_layers)[1]
     for index in range(num_layers):
         layers[index] = _ReadWhenCalled(window, index)
     longest = max(map(len, prompts))

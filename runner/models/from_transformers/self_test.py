@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, shown
-from pdserve.kv import KVLayout
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.layout import KVLayout
 from runner.attention.paged_torch import PagedTorchAttention
 from runner.batch import AttentionBatch
 from runner.kv_cache import KVCache
@@ -46,27 +46,30 @@ def check_exactness(
     ``layout`` is this rank's. All ranks call it: together they compute the prompts, and one rank compares them with the
     unsplit model, whose layers it reads in parts. Raises ConfigError that names the kinds of layers if logits differ.
     """
-    parallel, position = decoder.parallel, decoder.parallel.position
+    parallel = decoder.parallel
+    position = parallel.position
     windows = [spec.window for spec in decoder.attention if spec.window is not None and spec.window <= _LONGEST_WINDOW]
     extra = -parallel.all_reduce_min(-max(windows, default=0))
-    layout, placement = layout.with_dtype("float32"), replace(placement, stored=torch.float32, dtype=torch.float32)
+    layout = layout.with_dtype("float32")
+    placement = replace(placement, stored=torch.float32, dtype=torch.float32)
     smallest = [math.inf] * len(_LENGTHS)
     for seed in range(_TRIALS):
         rng = random.Random(seed)
         prompts = [[rng.randrange(decoder.config.vocab_size) for _ in range(length + extra)] for length in _LENGTHS]
-        errors, problem = torch.zeros(len(prompts), device=placement.device), ""
+        errors = torch.zeros(len(prompts), device=placement.device)
+        problem = ""
         try:
             with decoder.in_float32():
-                found = _paged_logits(decoder, layout, placement, prompts)
+                logits = _paged_logits(decoder, layout, placement, prompts)
                 if position.is_last and position.shard == 0:
-                    pairs = zip(found, reference(prompts), strict=True)
+                    pairs = zip(logits, reference(prompts), strict=True)
                     errors += torch.tensor([_relative_error(ours, theirs) for ours, theirs in pairs]).to(errors)
         except LIBRARY_ERRORS as exc:
             problem = f"it fails in its self-test: {shown(str(exc))}"
         if problem := parallel.first_problem(problem):
             raise ConfigError(f"{decoder.config.architecture} through transformers: {problem}")
         errors = parallel.broadcast(errors, position.parallel.num_ranks - position.parallel.tp)
-        smallest = [min(known, new) for known, new in zip(smallest, errors.tolist(), strict=True)]
+        smallest = [min(previous, new) for previous, new in zip(smallest, errors.tolist(), strict=True)]
         if max(smallest) <= _TOLERANCE:
             return max(smallest)
     kinds = sorted({str(spec) for spec in decoder.attention})
@@ -108,7 +111,8 @@ def _through_stages(
     decoder: TransformersDecoder, ids: Tensor, positions: Tensor, backend: PagedTorchAttention
 ) -> Tensor:
     """Return the last stage's hidden states [tokens, hidden_size], one stage after the other."""
-    position, hidden = decoder.parallel.position, ids
+    position = decoder.parallel.position
+    hidden = ids
     for stage in range(position.parallel.pp):
         if stage:  # from the stage before
             sent = hidden if position.stage == stage - 1 else decoder.no_hidden(len(ids), torch.float32)
@@ -120,7 +124,8 @@ def _through_stages(
 
 def _steps(first: int, second: int) -> list[list[Part]]:
     """Return steps that cut both prompts: alone, a chunk beside a prompt, chunks of both, single tokens."""
-    a, b = first // 3, second // 2
+    a = first // 3
+    b = second // 2
     return [
         [(0, 0, a)],
         [(0, a, a), (1, 0, b)],
@@ -150,5 +155,5 @@ def _batch(
     return batch, torch.from_numpy(positions).to(device)
 
 
-def _relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).square().mean().sqrt() / expected.square().mean().sqrt()).item()

@@ -42,7 +42,9 @@ class Cut(NamedTuple):
         return torch.cat(parts, self.dim)
 
 
-_OUTPUTS, _INPUTS = Cut(-2), Cut(-1)  # for weights [outputs, inputs], and for experts [experts, outputs, inputs]
+# Cuts of weights [outputs, inputs], and of experts [experts, outputs, inputs].
+_OUTPUTS = Cut(-2)
+_INPUTS = Cut(-1)
 _CUTS: dict[str, Cut] = {
     "colwise": _OUTPUTS,
     "colwise_gather_output": _OUTPUTS,
@@ -72,17 +74,17 @@ def find_cuts(model: Any, tp: int, num_kv_heads: int) -> Cuts:
     unknown = sorted(set(plan.values()) - TENSOR_STYLES)
     if unknown:
         raise ConfigError(f"tp {tp}: its plan has styles that are not known here: {', '.join(unknown)}")
-    found = Cuts({}, {})
+    model_cuts = Cuts({}, {})
     for name, module in model.named_modules():
         style = _style(name, plan, tp, num_kv_heads)
         if style is not None:
-            found.styles[name] = style
+            model_cuts.styles[name] = style
         for key, parameter in module.named_parameters(recurse=False):
             whole = f"{name}.{key}" if name else key
             cut = _cut_of(whole, parameter, _style(whole, plan, tp, num_kv_heads) or style, tp)
             if cut is not None:
-                found.cuts[whole] = cut
-    return found
+                model_cuts.cuts[whole] = cut
+    return model_cuts
 
 
 def _style(name: str, plan: dict[str, str], tp: int, num_kv_heads: int) -> str | None:
@@ -112,8 +114,10 @@ class TensorShards:
 
     def __init__(self, parallel: ParallelState, num_kv_heads: int) -> None:
         """``num_kv_heads`` counts the whole model's."""
-        self._parallel, self._num_kv_heads = parallel, num_kv_heads
-        self.tp, self.shard = parallel.position.parallel.tp, parallel.position.shard
+        self._parallel = parallel
+        self._num_kv_heads = num_kv_heads
+        self.tp = parallel.position.parallel.tp
+        self.shard = parallel.position.shard
         self._styles: dict[str, str] = {}  # by module, if it has one
         self.cuts: dict[str, Cut] = {}  # by parameter, if it is cut
         self._whole: dict[str, torch.Size] = {}  # uncut shapes of these parameters
@@ -122,17 +126,18 @@ class TensorShards:
         """Replace a model's parameters, on the device meta, by their cut form. Raises ConfigError."""
         if self.tp == 1:
             return
-        found = find_cuts(model, self.tp, self._num_kv_heads)
-        self._styles = found.styles
+        model_cuts = find_cuts(model, self.tp, self._num_kv_heads)
+        self._styles = model_cuts.styles
         mesh = DeviceMesh.from_group(self._parallel.shard_group, self._parallel.device.type)
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding):
                 module.padding_idx = None  # else the library may zero this row of each rank's part
             for key, parameter in list(module.named_parameters(recurse=False)):
                 whole = f"{name}.{key}" if name else key
-                cut = found.cuts.get(whole)
+                cut = model_cuts.cuts.get(whole)
                 if cut is not None:
-                    self.cuts[whole], self._whole[whole] = cut, parameter.shape
+                    self.cuts[whole] = cut
+                    self._whole[whole] = parameter.shape
                     placement = Shard(cut.dim) if cut.pieces == 1 else _StridedShard(cut.dim, split_factor=cut.pieces)
                     sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
                     module._parameters[key] = nn.Parameter(sharded, requires_grad=False)
@@ -186,11 +191,11 @@ class TensorShards:
 
     def _summed_embedding(self, module: Any, forward: Forward) -> Forward:
         """Each shard looks up its own token ids."""
-        each = len(module.weight)
+        num_rows = len(module.weight)
 
         def lookup(ids: Tensor) -> Tensor:
-            row = ids - self.shard * each
-            foreign = (row < 0) | (row >= each)
+            row = ids - self.shard * num_rows
+            foreign = (row < 0) | (row >= num_rows)
             return self._sum(forward(row.masked_fill(foreign, 0)).masked_fill(foreign[..., None], 0))
 
         return lookup

@@ -33,7 +33,7 @@ class WithoutValues(TorchFunctionMode):
             return _to(_as_zeros(args[0]), *args[1:], **kwargs)
         if func is Tensor.__getitem__:  # an expert of a weight
             args = args[0], tree_map(_as_number, args[1])
-        if not any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves((args, kwargs))):
+        if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         moved_args, moved_kwargs = tree_map(_to_meta, (args, kwargs))
         return tree_map(_as_zeros, func(*moved_args, **moved_kwargs))

@@ -35,14 +35,16 @@ class Attention:
 
         ``in_features``: inputs of queries, keys and values; 0: the model's hidden_size.
         """
-        config, position = context.config, context.position
+        config = context.config
+        position = context.position
         self._layer = layer
         share = position.parallel.shares(config)[position.rank]
         self._order = rotary_order(config.rope, config.head_dim)
         self.heads = heads = ShardRange.even(config.num_heads * config.head_dim, position)
         counts = share.first_head, share.num_heads, share.total_heads
         self.kv_heads = kv_heads = ShardRange(*(count * config.head_dim for count in counts))
-        outputs, rows = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}, {}
+        outputs = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        rows = {}
         self._num_gates = heads.size if config.has_output_gate else 0
         if self._num_gates:
             outputs["q_proj"] = ShardRange(0, 2 * heads.size, 2 * heads.full_size)
@@ -55,7 +57,8 @@ class Attention:
         self._norms: HeadNorms | None = None
         if head_norms:
             q, k = (NormWeight(config.head_dim, context.placement, config.centered_norms) for _ in range(2))
-            self._head_norms, self._norms = (q, k), HeadNorms(q.weight, k.weight, config.rms_norm_eps)
+            self._head_norms = (q, k)
+            self._norms = HeadNorms(q.weight, k.weight, config.rms_norm_eps)
 
     def __call__(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Return the attention output before ``project``, [tokens, num_heads * head_dim]; store keys and values."""

@@ -41,7 +41,9 @@ class InputNorm:
 
     def __init__(self, context: ModelContext, quantized_group: Callable[[int], int]) -> None:
         """``quantized_group`` is the method of the product's LinearMethod."""
-        self._norm, self._ops, self._quantized_group = RMSNorm(context), context.ops, quantized_group
+        self._norm = RMSNorm(context)
+        self._ops = context.ops
+        self._quantized_group = quantized_group
         self.weight = self._norm.weight
         self.weight_shard = self._norm.weight_shard
         self.process_weights_after_loading = self._norm.process_weights_after_loading
@@ -100,7 +102,8 @@ class DecoderLayer:
         """
         attended = self.attention(x, rotary, backend)
         if output_tokens is not None:
-            attended, residual = attended.index_select(0, output_tokens), residual.index_select(0, output_tokens)
+            attended = attended.index_select(0, output_tokens)
+            residual = residual.index_select(0, output_tokens)
         return self.mlp.add(self.attention.project(attended), residual), residual
 
     def weight_shards(self) -> WeightShards:

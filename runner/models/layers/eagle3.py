@@ -40,9 +40,12 @@ class AuxiliaryStates:
     """
 
     def __init__(self, context: ModelContext, head: Eagle3Config) -> None:
-        position, self._size, self._placement = context.position, context.config.hidden_size, context.placement
+        position = context.position
+        self._size = context.config.hidden_size
+        self._placement = context.placement
         self._index = {layer: index for index, layer in enumerate(head.layers)}
-        first, end = position.layers.start, position.layers.stop + position.is_last
+        first = position.layers.start
+        end = position.layers.stop + position.is_last
         self._received = sum(layer < first for layer in head.layers)
         self._held = sum(layer < end for layer in head.layers)
         self._memory = self._zeros(0)
@@ -81,8 +84,10 @@ class Eagle3Head:
         self.config = head
         model = _as_model(context.config, head)
         mine = replace(ModelContext.build(model, context.parallel, context.placement), linears=context.linears)
-        self._parallel, self._ops = mine.parallel, mine.ops
-        self._inputs, self._size = len(head.layers) * context.config.hidden_size, head.hidden_size
+        self._parallel = mine.parallel
+        self._ops = mine.ops
+        self._inputs = len(head.layers) * context.config.hidden_size
+        self._size = head.hidden_size
         self._target_size = context.config.hidden_size
         self.table = VocabParallelEmbedding(mine) if head.has_embedding else None
         self.own_embedding = VocabParallelEmbedding(context) if self.table is None and embedding is None else None
@@ -90,7 +95,9 @@ class Eagle3Head:
         self._fc = UnquantizedLinearMethod(self._inputs, self._size, False, mine.placement)
         context.linears[self._inputs, self._size] = self._fc
         sizes = [self._inputs] * head.norm_before_fc, [self._target_size] * (len(head.layers) * head.fc_norm)
-        self._input_norms, self._fc_norms = ([NormWeight(size, mine.placement) for size in each] for each in sizes)
+        self._input_norms, self._fc_norms = (
+            [NormWeight(size, mine.placement) for size in norm_sizes] for norm_sizes in sizes
+        )
         self._embedding_norm, self._hidden_norm, self._norm = (RMSNorm(mine) for _ in range(3))
         bias = head.attention_bias
         self._attention = Attention(mine, layer, qkv_bias=bias, out_bias=bias, in_features=2 * self._size)
@@ -134,7 +141,8 @@ class Eagle3Head:
         attended = self._attention(x, rotary, backend)
         residual = normed if self.config.norm_before_residual else hidden.clone()
         if output_tokens is not None:
-            attended, residual = attended.index_select(0, output_tokens), residual.index_select(0, output_tokens)
+            attended = attended.index_select(0, output_tokens)
+            residual = residual.index_select(0, output_tokens)
         output = self._mlp.add(self._attention.project(attended), residual)
         normed = self._norm.add(output, residual)
         return normed if self.config.norm_output else residual

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pdserve.state import GatedDeltaSpec
+from pdserve.kv.states import GatedDeltaSpec
 from runner.attention import AttentionBackend
 from runner.batch import Activations, GatedDeltaWeights, RotaryCosSin
 from runner.models.layers.context import ModelContext
@@ -34,16 +34,20 @@ class GatedDeltaNet:
         key head after key head, and one ``in_proj_ba``; else ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and
         ``in_proj_a``.
         """
-        config, position, placement = context.config, context.position, context.placement
+        config = context.config
+        position = context.position
+        placement = context.placement
         assert config.state is not None
-        self._layer, self._ops = layer, context.ops
+        self._layer = layer
+        self._ops = context.ops
         self._rows = rows = _ShardRows(config.state, position.shard, position.parallel.tp)
         self._spec = spec = config.state.split(position.parallel.tp)
-        hidden_size, values = config.hidden_size, config.state.value_heads * config.state.value_dim
+        hidden_size = config.hidden_size
+        values = config.state.value_heads * config.state.value_dim
         self._channels = spec.channels
         ranges = rows.merged() if merged else rows.separate()
-        inputs = {name: ShardRange(0, len(each), size) for name, (each, size) in ranges.items()}
-        order = {name: each for name, (each, _) in ranges.items()}
+        inputs = {name: ShardRange(0, len(shard_rows), size) for name, (shard_rows, size) in ranges.items()}
+        order = {name: shard_rows for name, (shard_rows, _) in ranges.items()}
         self._qkvz = MergedColumnParallelLinear(context, hidden_size, inputs, False, order)
         # Betas and decays: 2 outputs per head, unquantized in all checkpoints.
         self._ba = UnquantizedLinearMethod(hidden_size, 2 * spec.value_heads, False, placement)
@@ -65,7 +69,8 @@ class GatedDeltaNet:
         """Return the output before ``project``, [tokens, value_heads * value_dim]; update the states."""
         assert isinstance(x, Tensor)
         qkvz = self._qkvz.apply(x)
-        mixed, gates = qkvz[:, : self._channels], qkvz[:, self._channels :]
+        mixed = qkvz[:, : self._channels]
+        gates = qkvz[:, self._channels :]
         assert backend.recurrent is not None
         out = backend.recurrent.run(self._layer, mixed, self._ba.apply(x), self._weights)
         return self._ops.gated_rms_norm(out, gates, self._norm)
@@ -80,7 +85,8 @@ class GatedDeltaNet:
 
     def weight_shards(self) -> WeightShards:
         yield from self._qkvz.weight_shards()
-        first, inputs = 0, ShardRange.full(self._hidden_size)
+        first = 0
+        inputs = ShardRange.full(self._hidden_size)
         for name, (rows, size) in self._ba_ranges.items():
             outputs = ShardRange(0, len(rows), size)
             yield from prefixed(f"{name}.", self._ba.weight_shards(first, outputs, inputs, rows))
@@ -106,13 +112,15 @@ class _ShardRows:
     def __init__(self, spec: GatedDeltaSpec, shard: int, num_shards: int) -> None:
         """``spec`` describes the whole model."""
         count = spec.key_heads // num_shards
-        self._spec, self._heads = spec, range(shard * count, (shard + 1) * count)  # key heads of this shard
+        self._spec = spec
+        self._heads = range(shard * count, (shard + 1) * count)  # key heads of this shard
         self._group = spec.value_heads // spec.key_heads  # value heads of a key head
         self.num_value_heads = spec.value_heads
         self.first_value_head = self._heads.start * self._group
 
     def merged(self) -> dict[str, tuple[Tensor, int]]:
-        spec, values = self._spec, self._group * self._spec.value_dim
+        spec = self._spec
+        values = self._group * self._spec.value_dim
         sizes = [spec.key_dim, spec.key_dim, values, values]
         return {"in_proj_qkvz": self._by_head(sizes)}
 

@@ -33,10 +33,13 @@ class LatentAttention:
 
     def __init__(self, context: ModelContext, layer: int) -> None:
         """``layer`` counts the layers of this rank that attend."""
-        config, position, placement = context.config, context.position, context.placement
+        config = context.config
+        position = context.position
+        placement = context.placement
         latent = config.latent
         assert latent is not None
-        self._layer, self._latent = layer, latent
+        self._layer = layer
+        self._latent = latent
         self._num_heads = config.num_heads // position.parallel.tp
         self._heads = ShardRange.even(config.num_heads, position)
         row = ShardRange.full(latent.row_size)
@@ -85,8 +88,10 @@ class LatentAttention:
         return self._out.apply(attended)
 
     def weight_shards(self) -> WeightShards:
-        latent, queries = self._latent, self._inputs if self._queries is None else self._queries
-        of_query, of_row = self._order(latent.qk_nope_head_dim), self._order(latent.kv_lora_rank)
+        latent = self._latent
+        queries = self._inputs if self._queries is None else self._queries
+        of_query = self._order(latent.qk_nope_head_dim)
+        of_row = self._order(latent.kv_lora_rank)
         for name, shard in self._inputs.weight_shards():
             order = {"kv_a_proj_with_mqa": of_row, "q_proj": of_query}.get(name.partition(".")[0])
             yield name, replace(shard, order=order)
@@ -123,7 +128,8 @@ def attend(latent: LatentConfig, backend: LatentBackend, layer: int, queries: Te
     ``weight`` [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank] is the weight of ``kv_b_proj``.
     """
     tokens, heads = queries.shape[:2]
-    values, first = queries.new_empty(tokens, heads, latent.v_head_dim), backend.first_expanded
+    values = queries.new_empty(tokens, heads, latent.v_head_dim)
+    first = backend.first_expanded
     if first is not None:
         backend.attend_expanded(layer, queries[first:], weight, values[first:])
     if first == 0:

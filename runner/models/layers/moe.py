@@ -78,11 +78,13 @@ class MixtureOfExperts:
 
     def __init__(self, context: ModelContext) -> None:
         """Experts with biases are ``BiasedExperts``; others are of the checkpoint's weight format."""
-        config, placement = context.config, context.placement
+        config = context.config
+        placement = context.placement
         moe = config.moe
         assert moe is not None
         self._router = Router(moe, config.hidden_size, placement)
-        position, size = context.position, moe.intermediate_size
+        position = context.position
+        size = moe.intermediate_size
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
         shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
         self._experts: ExpertsMethod = (

@@ -30,7 +30,9 @@ class MergedColumnParallelLinear:
 
         ``rows`` has their order in memory, as outputs of all shards, for projections stored in another order.
         """
-        self._in_features, self._outputs, self._rows = in_features, outputs, rows or {}
+        self._in_features = in_features
+        self._outputs = outputs
+        self._rows = rows or {}
         self._linear = context.linear(in_features, outputs, bias)
         self.quantized_group = self._linear.quantized_group
 
@@ -39,7 +41,8 @@ class MergedColumnParallelLinear:
         return self._linear.apply_quantized(x) if isinstance(x, Quantized) else self._linear.apply(x)
 
     def weight_shards(self) -> WeightShards:
-        first, inputs = 0, ShardRange.full(self._in_features)
+        first = 0
+        inputs = ShardRange.full(self._in_features)
         for name, output in self._outputs.items():
             yield from prefixed(f"{name}.", self._linear.weight_shards(first, output, inputs, self._rows.get(name)))
             first += output.size
@@ -53,7 +56,9 @@ class RowParallelLinear:
 
     def __init__(self, context: ModelContext, name: str, inputs: ShardRange, out_features: int, bias: bool) -> None:
         """``name`` is the projection's name in the checkpoint."""
-        self._name, self._inputs, self._outputs = name, inputs, ShardRange.full(out_features)
+        self._name = name
+        self._inputs = inputs
+        self._outputs = ShardRange.full(out_features)
         self._is_first_shard = context.position.shard == 0
         self._linear = context.linear(inputs.size, {name: self._outputs}, bias)
         self.apply = self._linear.apply  # [tokens, inputs.size] → this shard's part of the sum [tokens, out_features]

@@ -14,7 +14,8 @@ class PointwiseOps:
     """Tensors are [tokens, size]. Norms are RMS norms with the model's epsilon, computed in float32."""
 
     def __init__(self, eps: float, parallel: ParallelState) -> None:
-        self._eps, self._parallel = eps, parallel
+        self._eps = eps
+        self._parallel = parallel
         self._device_eps = torch.tensor(eps, device=parallel.device)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ class RotaryEmbedding:
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         """Return both [tokens, head_dim / 2], from inverse frequencies of rotated pairs that broadcast against them."""
         angles = positions[:, None].float() * inv_freq
-        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        cos = angles.cos() * self._attention_factor
+        sin = angles.sin() * self._attention_factor
         if self._unrotated:  # by an angle of 0
             return F.pad(cos, (0, self._unrotated), value=1.0), F.pad(sin, (0, self._unrotated))
         return cos, sin
@@ -71,7 +72,8 @@ def rotary_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
     """
     if not rope.rotary_dim:
         return None
-    rotated, others = torch.arange(rope.rotary_dim).chunk(2), torch.arange(rope.rotary_dim, head_dim).chunk(2)
+    rotated = torch.arange(rope.rotary_dim).chunk(2)
+    others = torch.arange(rope.rotary_dim, head_dim).chunk(2)
     return torch.cat((rotated[0], others[0], rotated[1], others[1]))
 
 
@@ -101,8 +103,10 @@ def _yarn(theta: float, frequencies: Tensor, params: Mapping[str, float]) -> Ten
     low = dimension_of(params.get("beta_fast") or 32)
     high = dimension_of(params.get("beta_slow") or 1)
     if params.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     if low == high:
         high += 0.001  # a ramp of no width would divide by zero
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -124,7 +128,9 @@ def _yarn_attention_factor(params: Mapping[str, float]) -> float:
 
 def _llama3(inv_freq: Tensor, params: Mapping[str, float]) -> Tensor:
     """Stretch long wavelengths by ``factor``, keep short ones, blend those between."""
-    factor, low, high = params["factor"], params["low_freq_factor"], params["high_freq_factor"]
+    factor = params["factor"]
+    low = params["low_freq_factor"]
+    high = params["high_freq_factor"]
     trained = params["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / inv_freq
     blend = (trained / wavelengths - low) / (high - low)

@@ -69,7 +69,8 @@ class TokenPredictor:
         """``embedding`` is the model's, None if another stage has it: then a copy is loaded."""
         size = context.config.hidden_size
         self._parallel = context.parallel
-        self._layer, self._names = layer, names
+        self._layer = layer
+        self._names = names
         self._size = size
         self.own_embedding = VocabParallelEmbedding(context) if embedding is None else None
         self._embedding = self.own_embedding or embedding
@@ -105,7 +106,9 @@ class TokenPredictor:
         return self._norm.add(output, residual)
 
     def weight_shards(self) -> WeightShards:
-        names, outputs, inputs = self._names, ShardRange.full(self._size), ShardRange.full(2 * self._size)
+        names = self._names
+        outputs = ShardRange.full(self._size)
+        inputs = ShardRange.full(2 * self._size)
         for name, norm in self._norms():
             yield f"{name}.weight", norm.weight_shard()
         yield from prefixed(f"{names.projection}.", self._projection.weight_shards(0, outputs, inputs))

@@ -20,9 +20,12 @@ from runner.models.quantization.unquantized import UnquantizedLinearMethod
 
 class VocabParallelEmbedding:
     def __init__(self, context: ModelContext) -> None:
-        config, placement = context.config, context.placement
-        self._config, self._position = config, context.position
-        self._dtype, self._use_triton = placement.dtype, placement.use_triton
+        config = context.config
+        placement = context.placement
+        self._config = config
+        self._position = context.position
+        self._dtype = placement.dtype
+        self._use_triton = placement.use_triton
         # Rows are only copied, never multiplied, so they stay as narrow as stored.
         rows = _rows_per_shard(config, context.position)
         self.weight = torch.zeros(rows, config.hidden_size, device=placement.device, dtype=placement.stored)
@@ -38,8 +41,8 @@ class VocabParallelEmbedding:
             return embed(input_ids, self.weight, held.start, len(held), self._dtype)
         rows = input_ids - held.start
         missing = (rows < 0) | (rows >= len(held))
-        found = F.embedding(rows.masked_fill_(missing, 0), self.weight).to(self._dtype)
-        return found.masked_fill_(missing[:, None], 0.0)
+        embedded = F.embedding(rows.masked_fill_(missing, 0), self.weight).to(self._dtype)
+        return embedded.masked_fill_(missing[:, None], 0.0)
 
     def weight_shard(self) -> WeightShard:
         return _weight_shard(self.weight, self._config, self._position)
@@ -48,7 +51,9 @@ class VocabParallelEmbedding:
 class ParallelLMHead:
     def __init__(self, context: ModelContext) -> None:
         config = context.config
-        self._config, self._parallel, self._position = config, context.parallel, context.position
+        self._config = config
+        self._parallel = context.parallel
+        self._position = context.position
         self._dtype = context.placement.dtype
         rows = _rows_per_shard(config, self._position)
         self._linear = UnquantizedLinearMethod(config.hidden_size, rows, False, context.placement)

@@ -90,7 +90,8 @@ class WeightShard:
 
     def pieces_of(self, full: Any, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield rows of ``memory`` and what they hold of a full tensor; about ``most`` values of it at a time."""
-        num_rows, unit = self.memory.shape[0], 1 if self.order is None else len(self.order)
+        num_rows = self.memory.shape[0]
+        unit = 1 if self.order is None else len(self.order)
         height = max(1, most // max(1, prod(self.full_shape[1:])) // unit) * unit
         if self.rows is not None:
             for at, row, count in row_runs(self.rows):

@@ -58,9 +58,13 @@ class BiasedExperts(ExpertsMethod):
 
     def __init__(self, shard: ExpertsShard, moe: MoEConfig, placement: TensorPlacement, mxfp4: bool) -> None:
         assert moe.swiglu_limit is not None
-        self._shard, self._use_triton = shard, placement.use_triton
-        self._alpha, self._limit = moe.swiglu_alpha, moe.swiglu_limit
-        num_experts, inner, hidden_size = len(shard.local), shard.inner.size, shard.hidden_size
+        self._shard = shard
+        self._use_triton = placement.use_triton
+        self._alpha = moe.swiglu_alpha
+        self._limit = moe.swiglu_limit
+        num_experts = len(shard.local)
+        inner = shard.inner.size
+        hidden_size = shard.hidden_size
         stack = Mxfp4Stack if mxfp4 else PlainStack
         self._gate_up = stack((num_experts, 2 * inner, hidden_size), placement, gated=True)
         self._down = stack((num_experts, hidden_size, inner), placement)
@@ -71,7 +75,8 @@ class BiasedExperts(ExpertsMethod):
     def weight_shards(self) -> WeightShards:
         """Yield parts of stacked tensors: some experts, or a part of each."""
         local, num_experts, hidden_size, inner = self._shard
-        experts, hidden = ShardRange(local.start, len(local), num_experts), ShardRange.full(hidden_size)
+        experts = ShardRange(local.start, len(local), num_experts)
+        hidden = ShardRange.full(hidden_size)
         gate_ups = ShardRange(*(2 * size for size in inner))
         yield from self._gate_up.weight_shards("gate_up_proj", experts, gate_ups, hidden)
         yield "gate_up_proj_bias", WeightShard.of_ranges(self._gate_up_bias, (experts, gate_ups))
@@ -98,7 +103,8 @@ class BiasedExperts(ExpertsMethod):
         return sum_experts(self._down.product(inner, self._down_bias, rows), routing, local, shared, gate)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
-        index, dtype = number - self._shard.local.start, x.dtype
+        index = number - self._shard.local.start
+        dtype = x.dtype
         gate_up = F.linear(x, self._gate_up.expert(index, dtype), self._gate_up_bias[index].to(dtype))
         inner = clamped_swiglu(gate_up, self._alpha, self._limit)
         return F.linear(inner, self._down.expert(index, dtype), self._down_bias[index].to(dtype))

@@ -16,7 +16,8 @@ from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN
 from pdserve.errors import CheckpointError
 
 _PART = 1 << 23  # values computed at a time
-_WORD, _MX_BLOCK = 32, 32  # bits of a word; values of an MXFP4 block
+_WORD = 32  # bits
+_MX_BLOCK = 32  # values of an MXFP4 block
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = 127
 
@@ -28,8 +29,11 @@ class DequantizedSlice:
         self, name: str, weight: QuantizedWeight, parts: Mapping[str, Any], device: torch.device, dtype: torch.dtype
     ) -> None:
         """``parts`` has the slices of the stored tensors by name."""
-        self._name, self._weight, self._parts = name, weight, parts
-        self._device, self._dtype = device, dtype
+        self._name = name
+        self._weight = weight
+        self._parts = parts
+        self._device = device
+        self._dtype = dtype
 
     def get_shape(self) -> list[int]:
         return list(self._weight.shape)
@@ -56,8 +60,10 @@ class DequantizedSlice:
 
     def _fill(self, out: Tensor, matrix: int | None, rows: range, columns: range) -> None:
         if self._weight.rule.packing == MXFP4:
-            rows, columns, out = columns, rows, out.t()
-        scales, zeros = self._scales(matrix), self._zero_points(matrix)
+            rows, columns = columns, rows
+            out = out.t()
+        scales = self._scales(matrix)
+        zeros = self._zero_points(matrix)
         groups = self._groups(columns)
         height = max(1, _PART // max(1, len(columns)))
         for start in range(0, len(rows), height):
@@ -72,7 +78,8 @@ class DequantizedSlice:
 
     def _values(self, matrix: int | None, rows: range, columns: range) -> Tensor:
         """Return values [rows, columns] float32 before zero points and scales."""
-        rule, name = self._weight.rule, self._weight.values
+        rule = self._weight.rule
+        name = self._weight.values
         if rule.packing == PLAIN:
             return self._read(name, matrix, _slice(rows), _slice(columns)).float()
         if rule.packing == MXFP4:
@@ -98,7 +105,8 @@ class DequantizedSlice:
 
     def _zero_points(self, matrix: int | None) -> Tensor | None:
         """Return zero points, shaped as scales, or None."""
-        rule, name = self._weight.rule, self._weight.zero_points
+        rule = self._weight.rule
+        name = self._weight.zero_points
         if name is None:
             return None
         words = self._read(name, matrix)
@@ -159,8 +167,8 @@ class DequantizedSlice:
 def is_padding_bias(name: str, weights: Mapping[str, Any]) -> bool:
     """Whether a tensor is a bias of zeros beside a quantized weight; AutoGPTQ writes them for every module."""
     beside = weights.get(f"{name.removesuffix('.bias')}.weight")
-    found = name.endswith(".bias") and name in weights and isinstance(beside, DequantizedSlice)
-    return found and not weights[name][...].any()
+    is_bias = name.endswith(".bias") and name in weights and isinstance(beside, DequantizedSlice)
+    return is_bias and not weights[name][...].any()
 
 
 def _slice(part: range) -> slice:

@@ -44,7 +44,8 @@ class Fp8LinearMethod(LinearMethod):
         self.bias = torch.empty(out_features, device=placement.device, dtype=placement.dtype) if bias else None
         self.scales = self._row_scales()
         self._rows = self.scales  # a row of scales per output, to be filled
-        self._placement, self._has_blocks = placement, group > 0
+        self._placement = placement
+        self._has_blocks = group > 0
         self._products: Fp8Products | None = None
 
     def weight_shards(
@@ -132,7 +133,10 @@ class Fp8Products:
 
         self.scales = scales
         self.few = FewTokens(weight, scales, row_block, group)
-        self._kernels, self._weight, self._row_block, self._group = fp8_products, weight, row_block, group
+        self._kernels = fp8_products
+        self._weight = weight
+        self._row_block = row_block
+        self._group = group
         self._per_output = scales.shape == (weight.shape[0], 1)
 
     def __call__(self, x: Tensor) -> Tensor:

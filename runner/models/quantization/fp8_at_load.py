@@ -49,11 +49,11 @@ class QuantizedRows(_OfRows):
 
     def __getitem__(self, index: Any) -> Tensor:
         rows, columns = self._ranges(index)
-        found = []
+        quantized_parts = []
         for part in self._parts(rows):
             values, scales = self._read(part)
-            found.append(values.div_(scales).clamp_(-_LARGEST, _LARGEST)[:, columns].to(torch.float8_e4m3fn))
-        return torch.cat(found) if len(found) != 1 else found[0]
+            quantized_parts.append(values.div_(scales).clamp_(-_LARGEST, _LARGEST)[:, columns].to(torch.float8_e4m3fn))
+        return torch.cat(quantized_parts) if len(quantized_parts) != 1 else quantized_parts[0]
 
 
 class ScalesOfRows(_OfRows):
@@ -65,5 +65,5 @@ class ScalesOfRows(_OfRows):
 
     def __getitem__(self, index: Any) -> Tensor:
         rows, columns = self._ranges(index)
-        found = [self._read(part)[1] for part in self._parts(rows)]
-        return (torch.cat(found) if len(found) != 1 else found[0])[:, columns]
+        scales = [self._read(part)[1] for part in self._parts(rows)]
+        return (torch.cat(scales) if len(scales) != 1 else scales[0])[:, columns]

@@ -33,8 +33,12 @@ class Fp8Experts(ExpertsMethod):
         placement: TensorPlacement,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._shard, self._silu_and_mul, self._use_triton = shard, silu_and_mul, placement.use_triton
-        num_experts, inner, hidden_size = len(shard.local), shard.inner, shard.hidden_size
+        self._shard = shard
+        self._silu_and_mul = silu_and_mul
+        self._use_triton = placement.use_triton
+        num_experts = len(shard.local)
+        inner = shard.inner
+        hidden_size = shard.hidden_size
         rows, group = fp8_blocks(options or {})
         assert not group or inner.start % group == 0, "kept_problem refuses it"
         cut = gcd(rows, inner.start, inner.size)
@@ -42,7 +46,8 @@ class Fp8Experts(ExpertsMethod):
         self._down = Fp8Stack((num_experts, hidden_size, inner.size), rows, group, placement)
 
     def weight_shards(self) -> WeightShards:
-        hidden, inner = ShardRange.full(self._shard.hidden_size), self._shard.inner
+        hidden = ShardRange.full(self._shard.hidden_size)
+        inner = self._shard.inner
         for index, expert in enumerate(self._shard.local):
             yield from self._gate_up.shards(f"{expert}.gate_proj", index, 0, inner, hidden)
             yield from self._gate_up.shards(f"{expert}.up_proj", index, inner.size, inner, hidden)
@@ -63,7 +68,9 @@ class Fp8Experts(ExpertsMethod):
         from runner.kernels.experts.grouped_tiles import group_rows
         from runner.kernels.products.fp8_products import quantize
 
-        rows, gate_up, down = group_rows(routing.experts, local, most=MOST_ROWS), self._gate_up, self._down
+        rows = group_rows(routing.experts, local, most=MOST_ROWS)
+        gate_up = self._gate_up
+        down = self._down
         is_sorted = rows.tokens is not None
         inputs = quantize(x, gate_up.group) if is_sorted and gate_up.in_fp8 else x
         gates = grouped_fp8(inputs, *gate_up.operands, rows)
@@ -83,7 +90,9 @@ class Fp8Stack:
     def __init__(self, shape: tuple[int, int, int], row_block: int, group: int, placement: TensorPlacement) -> None:
         """``row_block`` outputs share a scale, and ``group`` inputs; 0: all inputs."""
         experts, outputs, inputs = shape
-        self._row_block, self.group, self._has_blocks = row_block, group or inputs, group > 0
+        self._row_block = row_block
+        self.group = group or inputs
+        self._has_blocks = group > 0
         self.weight = torch.empty(shape, device=placement.device, dtype=E4M3)
         groups = -(-inputs // self.group)
         self._rows = torch.empty(experts, outputs, groups, device=placement.device, dtype=torch.float32)

@@ -30,7 +30,9 @@ class Mxfp4Stack:
         """
         experts, outputs, inputs = shape
         assert inputs % BLOCK == 0, "kept_problem refuses it"
-        self._inputs, self._is_gated, self._is_packed = inputs, gated, False
+        self._inputs = inputs
+        self._is_gated = gated
+        self._is_packed = False
         if placement.use_triton and placement.device.type == "cuda":
             _check_compiler(placement.device)
         words, scales = mxfp4_words.packed_shapes(outputs, inputs)
@@ -56,7 +58,8 @@ class Mxfp4Stack:
         for index in range(len(self.words)):  # one by one, because codes take memory
             self.words[index] = mxfp4_words.pack(self._stored(self._blocks[index]))
             self.scales[index] = mxfp4_words.pack_scales(self._stored(self._block_scales[index]))
-        self._blocks, self._block_scales = self._blocks.to("meta"), self._block_scales.to("meta")
+        self._blocks = self._blocks.to("meta")
+        self._block_scales = self._block_scales.to("meta")
         self._is_packed = True
 
     def restore(self) -> None:

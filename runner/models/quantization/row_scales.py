@@ -15,7 +15,8 @@ class RowScales:
 
     def __init__(self, weight: QuantizedWeight, parts: Mapping[str, Any]) -> None:
         """``parts`` has the slices of the stored tensors by name."""
-        self._weight, self._parts = weight, parts
+        self._weight = weight
+        self._parts = parts
 
     def get_shape(self) -> list[int]:
         return [*self._weight.shape[:-1], self._weight.grid[1]]

@@ -132,9 +132,11 @@ class UnquantizedLinearMethod(LinearMethod):
             torch.mm(x, self.weight.t(), out=out)
 
     def _apply_onednn(self, x: Tensor, blocked: Tensor) -> Tensor:
-        num_tokens, padded = x.shape[0], padded_tokens(x.shape[0])
+        num_tokens = x.shape[0]
+        padded = padded_tokens(x.shape[0])
         if num_tokens < padded:
-            x, unpadded = x.new_zeros(padded, x.shape[1]), x
+            unpadded = x
+            x = unpadded.new_zeros(padded, unpadded.shape[1])
             x[:num_tokens] = unpadded
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, blocked, self.bias, "none", [], "")
         return y[:num_tokens]
@@ -177,7 +179,8 @@ def _has_onednn(dtype: torch.dtype) -> bool:
 
 def _inexact_in_float16(weight: Tensor) -> Tensor:
     """Return the places of float32 values in the flattened weight that float16 rounds."""
-    parts, height = [torch.empty(0, dtype=torch.long)], max(1, _COMPARED // max(1, weight.shape[1]))
+    parts = [torch.empty(0, dtype=torch.long)]
+    height = max(1, _COMPARED // max(1, weight.shape[1]))
     for first in range(0, len(weight), height):
         rows = weight[first : first + height]
         differs = rows.to(torch.float16).float() != rows

@@ -26,15 +26,20 @@ class UnquantizedExperts(ExpertsMethod):
         placement: TensorPlacement,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._shard, self._silu_and_mul, self._use_triton = shard, silu_and_mul, placement.use_triton
-        num_experts, inner = len(shard.local), shard.inner.size
+        self._shard = shard
+        self._silu_and_mul = silu_and_mul
+        self._use_triton = placement.use_triton
+        num_experts = len(shard.local)
+        inner = shard.inner.size
         place: dict[str, Any] = {"device": placement.device, "dtype": placement.stored}
         self._gate_up = torch.empty(num_experts, 2 * inner, shard.hidden_size, **place)
         self._down = torch.empty(num_experts, shard.hidden_size, inner, **place)
 
     def weight_shards(self) -> WeightShards:
-        hidden_size, inner = self._shard.hidden_size, self._shard.inner
-        outputs, inputs = (inner.full_size, hidden_size), (hidden_size, inner.full_size)
+        hidden_size = self._shard.hidden_size
+        inner = self._shard.inner
+        outputs = (inner.full_size, hidden_size)
+        inputs = (hidden_size, inner.full_size)
         for index, expert in enumerate(self._shard.local):
             gate, up = self._gate_up[index].split(inner.size)
             for name, memory, full, dim in (

@@ -125,9 +125,9 @@ class HarmonyParser(ToolParser):
     def _skip_header(self, begin: int) -> Parse[bool]:
         """Skip a header that begins at ``begin``, as far as there is one. Return whether ``<|message|>`` ends it."""
         while True:
-            found = _HEADER.match(self._text, begin, begin + _MAX_HEADER)
-            assert found is not None
-            self._at = found.end()
+            header = _HEADER.match(self._text, begin, begin + _MAX_HEADER)
+            assert header is not None
+            self._at = header.end()
             if self._text.startswith(_MESSAGE, self._at):
                 self._at += len(_MESSAGE)
                 return True
@@ -140,8 +140,8 @@ class HarmonyParser(ToolParser):
         """Return whether the text ends inside a header; ``behind``: its end, which may be text without a header."""
         rest = self._text[self._at :]
         begun = all(
-            any(name.startswith(each) for known in self._names for name in (known, _FUNCTIONS + known))
-            for each in recipients
+            any(name.startswith(recipient) for function in self._names for name in (function, _FUNCTIONS + function))
+            for recipient in recipients
         )
         return (
             self._ended
@@ -152,9 +152,9 @@ class HarmonyParser(ToolParser):
 
     def _recipient(self, recipients: Sequence[str]) -> str:
         """Return the first recipient that is no tool of the request, else a tool; "" without recipients."""
-        for each in recipients:
-            if each.removeprefix(_FUNCTIONS) not in self._names:
-                return each
+        for recipient in recipients:
+            if recipient.removeprefix(_FUNCTIONS) not in self._names:
+                return recipient
         return recipients[0] if recipients else ""
 
     def _end_reasoning(self) -> None:

@@ -53,7 +53,8 @@ class _Rules:
         self._use = use
         self._added = marker
         self._line = json.dumps("\n") if tags.line_around_values else ""
-        self._key, self._value = self._marker(tags.key), self._marker(tags.value)
+        self._key = self._marker(tags.key)
+        self._value = self._marker(tags.value)
         self._key_end = self._marker(tags.key_end)
         self._value_end = self._marker(tags.value_end)
         self._end = self._marker(tags.end)
@@ -72,7 +73,8 @@ class _Rules:
         return Marker(text, token_id, before, behind)
 
     def of_calls(self, frame: Frame) -> Iterator[str]:
-        tags, use = self._tags, self._use
+        tags = self._tags
+        use = self._use
         function = self._marker(tags.function)
         bodies = {"body": self._marker(tags.begin)} | ({"function": function} if tags.function else {})
         yield from framed(use, bodies, frame)
@@ -83,7 +85,8 @@ class _Rules:
         yield f"more: BLANKS {self._end.term}{another}" if tags.call_end else 'more: ""'
         for index, tool in enumerate(use.tools):
             function_of = tool["function"]
-            first, may_end = "any", True
+            first = "any"
+            may_end = True
             if function_of.get("strict"):
                 first, may_end = self._parameters(function_of, index)
             else:
@@ -123,7 +126,8 @@ class _Rules:
             raise RequestError(f"{shown(odd)} of a function's arguments cannot be held in this model's format of calls")
         listed = schema.get("required")
         required = frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else ()
-        rest, may_end = "", True
+        rest = ""
+        may_end = True
         if schema.get("additionalProperties") is not False:
             self._add_any()
             rest = "any"
@@ -132,19 +136,20 @@ class _Rules:
             ends = self._ends_of(part, schema, f"value_{index}_{number}", rest=rest, may_end=may_end)
             skipped = f" | {rest}" if rest and name not in required else ""
             self._add(rule, f"{self._head(json.dumps(name))} ({ends}){skipped}")
-            rest, may_end = rule, may_end and name not in required
+            rest = rule
+            may_end = may_end and name not in required
         return rest, may_end
 
     def _ends_of(self, schema: Any, root: dict[str, Any], rule: str, *, rest: str, may_end: bool) -> str:
         """Return the alternatives for a value and all that follows it: the rule ``rest``, or the end of the call."""
-        found: list[str] = []
+        followed: list[str] = []
         others: list[str] = []  # values other than texts
         for number, part in enumerate(_alternatives(schema, root, 0, self._budget)):
             self._budget.spend_value(part)
             if part.get("type") == "string" and "const" not in part:
                 regex = _text_regex(part)
                 form = "free" if regex == _ANY else f"{rule}_{number}"
-                found.append(self._followed(form, regex, rest=rest, may_end=may_end))
+                followed.append(self._followed(form, regex, rest=rest, may_end=may_end))
                 continue
             if "const" in part:
                 value = part["const"]
@@ -158,8 +163,8 @@ class _Rules:
                 self._add(f"{rule}_{number}", f"%json {json.dumps(document)}")
         if others:
             self._add(rule, " | ".join(others))
-            found.append(self._followed(rule, "", rest=rest, may_end=may_end))
-        return " | ".join(found)
+            followed.append(self._followed(rule, "", rest=rest, may_end=may_end))
+        return " | ".join(followed)
 
     def _followed(self, form: str, regex: str, *, rest: str, may_end: bool) -> str:
         """Return the alternatives for a value by the tag that follows it, each with what that tag begins.
@@ -182,7 +187,8 @@ class _Rules:
 
     def _add_text(self, name: str, regex: str, closing: Marker, others: Sequence[Marker]) -> None:
         """Add the rule for a text up to its end tag with the tag behind, and without its end tag before ``others``."""
-        end, terminal = self._value_end, f"{name.upper()}_TEXT"
+        end = self._value_end
+        terminal = f"{name.upper()}_TEXT"
         if end.token_id is not None:
             if end.before:  # part of the text for llguidance's lexer; so the first end tag ends the text
                 text = f"{terminal} {end.term_after_text}"
@@ -223,8 +229,8 @@ def _alternatives(schema: Any, root: dict[str, Any], depth: int, budget: Budget)
         budget.spend(len(rest["enum"]))
         yield from ({"const": value} for value in rest["enum"])
     elif rest.keys() in ({"anyOf"}, {"oneOf"}):
-        for each in rest.get("anyOf") or rest["oneOf"]:
-            yield from _alternatives(each, root, depth + 1, budget)
+        for branch in rest.get("anyOf") or rest["oneOf"]:
+            yield from _alternatives(branch, root, depth + 1, budget)
     elif isinstance(kinds := rest.get("type"), list):
         budget.spend(len(kinds) * len(rest))
         yield from ({**rest, "type": kind} for kind in kinds)
@@ -237,7 +243,8 @@ def _alternatives(schema: Any, root: dict[str, Any], depth: int, budget: Budget)
 def _text_regex(schema: dict[str, Any]) -> str:
     """Return a regex for a string. Raises RequestError."""
     odd = next((name for name in schema if name not in ("type", "minLength", "maxLength", "format")), None)
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    least = schema.get("minLength", 0)
+    most = schema.get("maxLength", "")
     if odd is not None or max(least, most or 0) > _MAX_LENGTH:
         raise RequestError(
             f"{shown(odd or 'maxLength')} of a string cannot be held in this model's format of calls; leave it out"

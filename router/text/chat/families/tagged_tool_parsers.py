@@ -137,7 +137,8 @@ class TaggedToolParser(ToolParser):
 
     def _name(self) -> Parse[str]:
         """Return the name of a function of the request, behind its tags. Otherwise nothing is skipped."""
-        tags, begin = self._tags, self._at
+        tags = self._tags
+        begin = self._at
         name = yield from self._text_before((tags.function_end,) if tags.function_end else (*tags.closing, "\n"))
         yield from self._accept(tags.function_end)
         try:
@@ -151,9 +152,9 @@ class TaggedToolParser(ToolParser):
         start = self._at
         most = start + _MAX_NAME
         while True:
-            found = [at for end in ends if (at := self._text.find(end, start, most)) >= 0]
-            if found:
-                self._at = min(found)
+            positions = [at for end in ends if (at := self._text.find(end, start, most)) >= 0]
+            if positions:
+                self._at = min(positions)
                 return self._text[start : self._at]
             if self._ended or len(self._text) >= most:
                 raise ParseError("a name expected")
@@ -221,7 +222,8 @@ class TaggedToolParser(ToolParser):
 
         If its end tag is missing, the value ends where the next parameter begins, or with its call.
         """
-        tags, held = self._tags, _HeldLine()
+        tags = self._tags
+        held = _HeldLine()
         pieces: list[str] = []
 
         def write(text: str) -> None:
@@ -248,7 +250,8 @@ class TaggedToolParser(ToolParser):
                 add("" if ended else mark)
             else:
                 text = yield from self._up_to_end(mark)
-                ended, tagged = True, bool(text)
+                ended = True
+                tagged = bool(text)
                 add(text)
         complete = ended or self._finished
         if not complete or (tagged and not tags.line_around_values):
@@ -262,25 +265,27 @@ class TaggedToolParser(ToolParser):
 
     def _is_parameter(self, values: TypedValues, seen: Collection[str]) -> Parse[bool]:
         """Return whether a key's tag inside a value begins the next parameter, and if so, go back to it."""
-        at, found = self._at, False
+        at = self._at
+        is_parameter = False
         with suppress(ParseError):
             key, _ = yield from self._parameter_head(values)
-            found = values.may_have(key) and key not in seen
-        self._at = at - len(self._tags.key) if found else at
-        return found
+            is_parameter = values.may_have(key) and key not in seen
+        self._at = at - len(self._tags.key) if is_parameter else at
+        return is_parameter
 
     def _up_to_end(self, mark: str) -> Parse[str]:
         """Return the text of a value from ``mark`` on, the end of a call inside of the value.
 
         The value goes on up to its end tag. If none comes before the next call, or at all, it has ended at the mark.
         """
-        tags, begin = self._tags, self._at - len(mark)
+        tags = self._tags
+        begin = self._at - len(mark)
         self._mark = begin
         text = ""
-        while found := (yield from self._until((tags.value_end, *self.call_markers), lambda text: None)):
-            end = self._at - len(found)
-            if found != tags.value_end:
-                if (yield from self._is_call(found)):
+        while marker := (yield from self._until((tags.value_end, *self.call_markers), lambda text: None)):
+            end = self._at - len(marker)
+            if marker != tags.value_end:
+                if (yield from self._is_call(marker)):
                     break
                 continue
             yield from self._spaces()
@@ -294,15 +299,16 @@ class TaggedToolParser(ToolParser):
 
     def _is_call(self, marker: str) -> Parse[bool]:
         """Return whether the name of a function follows a marker of calls."""
-        at, found = self._at, False
+        at = self._at
+        is_call = False
         with suppress(ParseError):
             if marker == self._tags.begin:
                 yield from self._spaces()
                 yield from self._expect(self._tags.function)
             yield from self._name()
-            found = True
+            is_call = True
         self._at = at
-        return found
+        return is_call
 
     def _follows(self, tags: Sequence[str]) -> Parse[bool]:
         """Return whether one of the tags comes next, cut off at the end of the text, or nothing."""

@@ -50,14 +50,14 @@ class TypedValues:
     def json_of(self, name: str, text: str) -> str:
         """Return the JSON of an argument from its whole text."""
         kinds = self._kinds_of(name)
-        found = text.strip()
-        found = _PYTHON.get(found, found)
-        kind = _kind(found)
+        value = text.strip()
+        value = _PYTHON.get(value, value)
+        kind = _kind(value)
         if not kind and kinds & {"array", "object"}:
-            found = _json_of_python(found)
-            kind = _kind(found)
+            value = _json_of_python(value)
+            kind = _kind(value)
         if kind != "string" and (kind in kinds or (kind == "integer" and "number" in kinds)):
-            return found  # a string in quotes is text: templates write strings without
+            return value  # a string in quotes is text: templates write strings without
         return quoted(text)
 
     def _kinds_of(self, name: str) -> frozenset[str]:
@@ -77,25 +77,25 @@ def _kinds(schema: Any, root: dict[str, Any], budget: Budget) -> frozenset[str]:
     budget.spend(3)
     if not isinstance(schema, dict):
         return _KINDS
-    found = _KINDS
+    kinds = _KINDS
     named = schema.get("type")
     if named is not None:
         names = named if isinstance(named, list) else [named]
         budget.spend(len(names))
-        found &= {each for each in names if isinstance(each, str)}
+        kinds &= {kind for kind in names if isinstance(kind, str)}
     if schema.get("nullable") is True:
-        found |= {"null"}
+        kinds |= {"null"}
     if isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
         budget.spend(len(values))
-        found &= set(map(_kind_of, values))
+        kinds &= set(map(_kind_of, values))
     if "$ref" in schema:
-        found &= _kinds(target_of(root, schema["$ref"], budget), root, budget)
+        kinds &= _kinds(target_of(root, schema["$ref"], budget), root, budget)
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list) and schema[name]:
-            found &= frozenset().union(*(_kinds(each, root, budget) for each in schema[name]))
-    for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        found &= _kinds(each, root, budget)
-    return found or _KINDS
+            kinds &= frozenset().union(*(_kinds(branch, root, budget) for branch in schema[name]))
+    for branch in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        kinds &= _kinds(branch, root, budget)
+    return kinds or _KINDS
 
 
 def typed_values(schemas: Mapping[str, Any], held: bool = False) -> dict[str, TypedValues]:

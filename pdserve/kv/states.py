@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv import DTYPE_BYTES, KVRegion
+from pdserve.kv.layout import DTYPE_BYTES, KVRegion
 
 _ALIGNMENT = 256  # bytes; tensors of each layer begin at a multiple
 NO_SLOT = -1
@@ -102,7 +102,9 @@ class StateShare(msgspec.Struct, frozen=True):
     num_shards: int
 
     def __post_init__(self) -> None:
-        first, count, total = self.first_layer, self.num_layers, self.total_layers
+        first = self.first_layer
+        count = self.num_layers
+        total = self.total_layers
         if not 0 <= first <= first + count <= total or not 0 <= self.shard < self.num_shards:
             raise ConfigError(
                 f"{count} recurrent layers from {first} on in shard {self.shard} of {self.num_shards} are no part of a "

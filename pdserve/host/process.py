@@ -143,5 +143,6 @@ def _check_byte_order() -> None:
 def say(text: str, stack: str = "", level: str = "CRITICAL") -> None:
     """Print a line on stderr regardless of the log level, as JSON if that is the log format."""
     if chosen_format() == "json":
-        text, stack = json_line(level, "pdserve", text, None, {"stack": stack} if stack else {}), ""
+        text = json_line(level, "pdserve", text, None, {"stack": stack} if stack else {})
+        stack = ""
     print(text, stack, sep="\n" if stack else "", end="" if stack else "\n", file=sys.stderr, flush=True)

@@ -40,6 +40,6 @@ def torch_bytecode() -> Bytecode:
 
 def warn_of_missing_bytecode() -> None:
     """Log the problem, if there is one, before the imports that are slow for it."""
-    found = torch_bytecode()
-    if found.problem:
-        _log.warning("%s; %s", found.problem, found.remedy)
+    bytecode = torch_bytecode()
+    if bytecode.problem:
+        _log.warning("%s; %s", bytecode.problem, bytecode.remedy)

@@ -1,24 +1,26 @@
 """A discrete-event simulation of a fleet, driven by the router's real policies. Deterministic, and without processes.
 
 Routers see reports that are up to 20 ms old, older beyond 40 nodes, and add the requests that they have sent since.
-simulated_node.py has the nodes.
+They know at once which prefixes a node has cached. Nodes do not pull prefixes from each other, except a stream's KV
+when it moves.
 """
 
 from __future__ import annotations
 
-import math
-import random
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-from simulated_node import BLOCK, Delays, Events, Job, SimulatedNode
 
-from cli.plan.queues import percentile
+from cli.virtual_fleet.cards import MEASURED_DELAYS
+from cli.virtual_fleet.events import Events
+from cli.virtual_fleet.jobs import Job
+from cli.virtual_fleet.node import BLOCK, SimulatedNode, Usage
+from pdserve.hashing import BlockHashes, root_hash
 from pdserve.request_cost import RequestLoad, StepCosts
 from router.fleet.moves import Move, moves
 from router.fleet.node_client import PAUSE, REPORTED
@@ -30,6 +32,15 @@ MODEL = "m"
 _STUCK = 600.0  # simulated seconds after the last arrival: then nothing ends any more
 
 Moves = Callable[[FleetSnapshot], Sequence[Move]]
+
+
+def split(prefill: int, nodes: int) -> list[str]:
+    """Return the roles of a fleet of ``nodes``, of which the first ones prefill."""
+    return ["prefill"] * prefill + ["decode"] * (nodes - prefill)
+
+
+def never() -> bool:
+    return False
 
 
 def no_moves(snapshot: FleetSnapshot) -> Sequence[Move]:
@@ -64,7 +75,9 @@ class Simulation:
         """``node``: options of SimulatedNode."""
         self.handoffs = 0
         self.moves = 0
+        self.given_up = False
         self.shares: list[list[float]] = []  # fraction of time spent on prompts, by second, then by node
+        self.usage: list[list[Usage]] = []  # by second, then by node
         self._events = Events()
         self._policy = policy
         self._find_moves = find_moves
@@ -72,19 +85,26 @@ class Simulation:
         self._nodes = {
             name: SimulatedNode(self._events, name, role, self, **node) for name, role in zip(names, roles, strict=True)
         }
-        self._delays = node.get("delays", Delays())
+        self._delays = node.get("delays", MEASURED_DELAYS)
         self._peers = frozenset(self._nodes)
         self._reports: dict[str, tuple[RequestLoad, StepCosts]] = {}
         self._routers = [_Router(number, number, {name: deque() for name in self._nodes}) for number in range(routers)]
         self._pause = max(PAUSE, len(roles) / REPORTS)
         self._left = 0
+        self._give_up = never
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the start."""
+        return self._events.now
 
     def node(self, name: str) -> SimulatedNode:
         return self._nodes[name]
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Serve jobs until all have ended."""
-        self._left = len(jobs)
+    def run(self, jobs: Sequence[Job], give_up: Callable[[], bool] = never) -> None:
+        """Serve jobs until all awaited ones have ended, or ``give_up`` returns True: it is asked every second."""
+        self._left = sum(job.awaited for job in jobs)
+        self._give_up = give_up
         for number, job in enumerate(jobs):
             job.number = number
             job.router = number % len(self._routers)
@@ -95,9 +115,9 @@ class Simulation:
         if "both" in [node.role for node in self._nodes.values()]:
             for router in self._routers:
                 self._events.after(MOVE_INTERVAL, partial(self._move, router))
-        self._events.after(1.0, self._observe)
+        self._events.after(0.0, self._observe)
         limit = max(job.at for job in jobs) + _STUCK
-        while self._left:
+        while self._left and not self.given_up:
             self._events.next()
             assert self._events.now < limit, f"{self._left} jobs do not end"
 
@@ -106,12 +126,13 @@ class Simulation:
             self._routers[job.router].in_flight[handed_off_by.name] -= 1
 
     def on_end(self, job: Job) -> None:
-        assert job.node is not None
-        self._routers[job.router].in_flight[job.node.name] -= 1
-        self._left -= 1
+        self._routers[job.router].in_flight[job.node] -= 1
+        self._left -= job.awaited
 
     def _observe(self) -> None:
         self.shares.append([node.prompt_share for node in self._nodes.values()])
+        self.usage.append([node.usage for node in self._nodes.values()])
+        self.given_up = self._give_up()
         self._events.after(1.0, self._observe)
 
     def _report(self, node: SimulatedNode) -> None:
@@ -154,15 +175,26 @@ class Simulation:
 
     def _place(self, job: Job) -> None:
         router = self._routers[job.router]
-        choice = self._policy(self._snapshot(router), PolicyRequest(job.prompt))
+        request = PolicyRequest(job.prompt, self._cached(job))
+        choice = self._policy(self._snapshot(router), request)
         router.counter += 1
         decode = self._nodes[choice.decode]
         prefill = self._nodes[choice.prefill] if choice.prefill else None
-        self._sent(router, decode, 0 if prefill else job.prompt, job.prompt)
+        self._sent(router, decode, 0 if prefill else request.uncached(decode.name), job.prompt)
         if prefill:
             self.handoffs += 1
-            self._sent(router, prefill, job.prompt, job.prompt, for_peer=True)
+            self._sent(router, prefill, request.uncached(prefill.name), job.prompt, for_peer=True)
         self._events.after(self._delays.request, partial(decode.serve, job, prefill))
+
+    def _cached(self, job: Job) -> dict[str, int]:
+        """Return the leading tokens of a prompt in each node's prefix cache, by node, zeros left out."""
+        if not job.shared:
+            return {}
+        hashes, token_ids = BlockHashes(BLOCK, root_hash("")), array("I", job.prompt_ids())
+        counts = {
+            name: node.cached_tokens(hashes.one_by_one(token_ids, job.prompt)) for name, node in self._nodes.items()
+        }
+        return {name: count for name, count in counts.items() if count}
 
     def _sent(self, router: _Router, node: SimulatedNode, uncached: int, tokens: int, for_peer: bool = False) -> None:
         router.in_flight[node.name] += 1
@@ -184,87 +216,3 @@ class Simulation:
             router.in_flight[source] -= 1
             node.move(job, self._nodes[target])
             self.moves += 1
-
-
-# ---------------------------------------------------------------- loads and figures
-
-
-def poisson(
-    rate: float, seconds: float, prompt: float, output: float, seed: int = 1, start: float = 0.0, sigma: float = 0.8
-) -> list[Job]:
-    """Return Poisson arrivals with lognormal lengths of these means, at most 12,000 and 1,000 tokens."""
-    rng, at, jobs = random.Random(seed), start, list[Job]()
-
-    def length(mean: float, most: int) -> int:
-        return min(most, max(16, int(rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
-
-    while (at := at + rng.expovariate(rate)) < start + seconds:
-        jobs.append(Job(at, length(prompt, 12_000), length(output, 1_000)))
-    return jobs
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Results of jobs: seconds by percentile, the mean duration, and throughput."""
-
-    ttft: dict[int, float]
-    per_token: dict[int, float]
-    longest_gap: dict[int, float]
-    duration: float
-    requests: float
-    tokens: float
-
-    @classmethod
-    def of(cls, jobs: Sequence[Job]) -> Figures:
-        decoded = [job for job in jobs if job.output > 1]
-
-        def shares(values: Sequence[float]) -> dict[int, float]:
-            return {share: percentile(values, share) for share in (50, 90, 99)}
-
-        seconds = max(job.end for job in jobs) - jobs[0].at
-        return cls(
-            shares([job.ttft for job in jobs]),
-            shares([job.per_token for job in decoded]),
-            shares([job.longest_gap for job in decoded]),
-            fmean(job.end - job.at for job in jobs),
-            len(jobs) / seconds,
-            sum(job.output for job in jobs) / seconds,
-        )
-
-
-# ---------------------------------------------------------------- two bursts
-
-
-class Burst(NamedTuple):
-    """A load per node; lengths are means in tokens."""
-
-    name: str
-    rate: float  # requests per second
-    prompt: int
-    output: int
-
-
-BURSTS = (Burst("prompts", 6.0, 4000, 30), Burst("decodes", 25.0, 250, 400))
-
-
-class Shift(NamedTuple):
-    """Results of a fleet: of each burst, and the simulation."""
-
-    phases: tuple[Figures, ...]
-    simulation: Simulation
-
-
-def shift(roles: Sequence[str], seconds: float, routers: int = 1) -> Shift:
-    """Simulate one burst after the other, each for that time."""
-    starts = [number * seconds for number in range(len(BURSTS))]
-    phases = [
-        poisson(burst.rate * len(roles), seconds, burst.prompt, burst.output, seed, start)
-        for seed, (burst, start) in enumerate(zip(BURSTS, starts, strict=True))
-    ]
-    simulation = Simulation(roles, routers=routers)
-    simulation.run([job for phase in phases for job in phase])
-    return Shift(tuple(map(Figures.of, phases)), simulation)
-
-
-def split(prefill: int, nodes: int) -> list[str]:
-    return ["prefill"] * prefill + ["decode"] * (nodes - prefill)

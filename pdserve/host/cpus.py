@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pdserve.control_groups import OWN_GROUPS, ROOT, own_folders
+from pdserve.host.control_groups import OWN_GROUPS, ROOT, own_folders
 
 
 def usable_cpus(root: Path = ROOT, own_groups: Path = OWN_GROUPS) -> int:

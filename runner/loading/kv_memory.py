@@ -10,12 +10,12 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from pdserve import memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.state_slots import choose_slots
 from pdserve.errors import CapacityError
-from pdserve.kv import MAX_BLOCKS, KVLayout
-from pdserve.state import LEAST_SLOTS, StateLayout
+from pdserve.host import memory_limits
+from pdserve.kv.layout import MAX_BLOCKS, KVLayout
+from pdserve.kv.states import LEAST_SLOTS, StateLayout
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.process_memory import process_memory
 
@@ -85,8 +85,10 @@ def layouts_that_fit(
     use = measured_use(parallel.device, peak, graphs)
     room = use.room_for_kv(config.options.memory_share)
     if states is not None:
-        found = config.options.state_slots or choose_slots(room, config.kv_layout, states, config.options.max_num_seqs)
-        states = msgspec.structs.replace(states, num_slots=parallel.all_reduce_min(found))
+        num_slots = config.options.state_slots or choose_slots(
+            room, config.kv_layout, states, config.options.max_num_seqs
+        )
+        states = msgspec.structs.replace(states, num_slots=parallel.all_reduce_min(num_slots))
         room = max(room - states.total_bytes, 0)
     num_blocks = parallel.all_reduce_min(min(room // config.kv_layout.block_bytes, MAX_BLOCKS))
     layout = msgspec.structs.replace(config.kv_layout, num_blocks=num_blocks)
@@ -122,7 +124,7 @@ def free_memory(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a device, None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return memory.free_memory()
+    return memory_limits.free_memory()
 
 
 def gib(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pdserve.control_groups import OWN_GROUPS, ROOT, own_folders
+from pdserve.host.control_groups import OWN_GROUPS, ROOT, own_folders
 
 _MEMINFO = Path("/proc/meminfo")
 #: Names of limit, use and page cache that can be reclaimed, by version of control groups.

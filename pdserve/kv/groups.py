@@ -26,7 +26,8 @@ NULL_BLOCK = -1  # in lists of block ids: the group keeps no block there; attent
 
 # Costs in layers with a window. Padding in a full group takes memory for all tokens, elsewhere for a window only. A
 # group more takes time on hosts and makes blocks smaller.
-_FULL_LAYER, _GROUP = 8, 2
+_FULL_LAYER = 8
+_GROUP = 2
 
 Windows = tuple[int | None, ...]  # tokens, per group; None: attention to all tokens
 Pair = tuple[int, int]  # a logical block of a sequence, and a group
@@ -99,7 +100,8 @@ class KVCacheGroups(msgspec.Struct, frozen=True):
         """Return the tokens of the longest sequence that ``num_blocks`` blocks hold; None: any sequence."""
         if None not in self.windows and self.blocks_for(1 << 40, block_size, step_tokens) <= num_blocks:
             return None
-        low, high = 0, num_blocks  # in logical blocks
+        low = 0  # in logical blocks, as ``high``
+        high = num_blocks
         while low < high:
             middle = (low + high + 1) // 2
             fits = self.blocks_for(middle * block_size, block_size, step_tokens) <= num_blocks
@@ -109,7 +111,8 @@ class KVCacheGroups(msgspec.Struct, frozen=True):
 
 def blocks_for(windows: Windows, num_tokens: int, block_size: int, step_tokens: int = 0) -> int:
     """See KVCacheGroups."""
-    blocks, needed = -(-num_tokens // block_size), 0
+    blocks = -(-num_tokens // block_size)
+    needed = 0
     for window in windows:
         if window is None:
             needed += blocks
@@ -158,7 +161,7 @@ def cut_into_groups(windows: Sequence[int | None]) -> KVCacheGroups:
     layers = [0] * len(windows)
     for window, count in kinds:
         num_groups = -(-count // size)
-        members = (layer for layer, each in enumerate(windows) if each == window)
+        members = (layer for layer, layer_window in enumerate(windows) if layer_window == window)
         for number, layer in enumerate(members):
             layers[layer] = len(of_group) + number % num_groups
         of_group += [window] * num_groups

@@ -6,7 +6,7 @@ The pages of a block are adjacent, so a block is one contiguous range of bytes t
     block b = pages b*r … b*r + r-1          r = block_size // kernel_block_size
     layer l = cache[:, :, l]                 a view [num_pages, num_kv_heads, planes, kernel_block_size, head_dim]
 
-If some layers have sliding windows, a block holds the layers of one group (kv_groups.py) in place of all layers.
+If some layers have sliding windows, a block holds the layers of one group (groups.py) in place of all layers.
 All sizes in bytes come from ``KVCacheSpec`` and ``KVLayout``. On a node with several ranks, a rank's layout counts the
 layers and heads of that rank, and its ``KVShare`` names them within the model.
 """
@@ -20,7 +20,7 @@ from typing import ClassVar, Self, get_args
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv_groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups
 
 MAX_BLOCK_SIZE = 1 << 16  # tokens
 MAX_BLOCKS = 1 << 24  # most blocks of a KV cache: each costs host memory, and a hostile config has tiny ones
@@ -147,8 +147,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, int, int, int, int, int]:
-        pages, page, spec = self.num_blocks * self.pages_per_block, self.kernel_block_size, self.spec
-        return (pages, spec.num_kv_heads, self.num_layers, spec.planes, page, spec.head_dim)
+        pages = self.num_blocks * self.pages_per_block
+        spec = self.spec
+        return (pages, spec.num_kv_heads, self.num_layers, spec.planes, self.kernel_block_size, spec.head_dim)
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from node.frontend_flags import FrontendOptions
 from node.launched_engine import launched_engine
-from pdserve.bytecode import warn_of_missing_bytecode
 from pdserve.config.multi_host import LocalRanks, add_host_flags, local_ranks_from
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.flags.declaration import add_flags, options_from
 from pdserve.flags.parser import CommandParser, command_parser
+from pdserve.host.bytecode import warn_of_missing_bytecode
+from pdserve.host.process import EXIT_FAILED, StatusWriter, exit_status, run_command, watch_lifeline
 from pdserve.logs import setup_logging
-from pdserve.process import EXIT_FAILED, StatusWriter, exit_status, run_command, watch_lifeline
 
 if TYPE_CHECKING:
     from node.context import Role  # imports gRPC

@@ -7,7 +7,8 @@ import ctypes
 import os
 from pathlib import Path
 
-_INTERVAL, _MAX_INTERVAL = 2.0, 30.0  # seconds between two trims; doubled while they do not help
+_INTERVAL = 2.0  # seconds between two trims; doubled while they do not help
+_MAX_INTERVAL = 30.0  # seconds
 _GROWTH = 64 << 20  # bytes of resident memory above the smallest value seen
 _M_MMAP_THRESHOLD = -3  # glibc's number of the parameter
 _MAPPED_BYTES = 256 * 1024  # larger blocks return when they are freed; by default, this grows up to 32 MiB
@@ -46,7 +47,8 @@ class MemoryTrimmer:
 
 
 async def _keep_trimmed() -> None:
-    smallest, interval = _resident_bytes(), _INTERVAL
+    smallest = _resident_bytes()
+    interval = _INTERVAL
     while True:
         await asyncio.sleep(interval)
         before = _resident_bytes()

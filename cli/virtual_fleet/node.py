@@ -1,6 +1,6 @@
-"""A node of tests/support/fleet_simulation.py: the real scheduler, in virtual time.
+"""A node of a virtual fleet: the real scheduler, in virtual time.
 
-The scheduler plans each step, pdserve/config/simulated_costs.py says how long it takes, and the scheduler takes its
+The scheduler plans each step, its card says how long it takes, and the scheduler takes its
 results. So chunks, pauses, admission, preemption, the prefix cache and measured costs are the product's. Only
 the step loop, the messages and the state machine of handoffs are modelled:
 
@@ -12,21 +12,22 @@ the step loop, the messages and the state machine of handoffs are modelled:
 
 from __future__ import annotations
 
-import heapq
-from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import NamedTuple, Protocol
 
+from cli.virtual_fleet.cards import H100, MEASURED_DELAYS, Card, Delays
+from cli.virtual_fleet.events import Events
+from cli.virtual_fleet.jobs import Job
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from node.reports import PromptShare
-from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
+from pdserve.config.simulated_costs import SimulatedSteps
 from pdserve.ipc.messages import (
     Cancel,
     FreeLease,
@@ -49,112 +50,9 @@ BLOCK = 16  # tokens
 MAX_SEQS = 256  # sequences of a node
 MAX_BATCH_TOKENS = 8192
 DECODE_AHEAD = 3  # tokens after the first that P samples at most
-MIN_LEFT, REST = 16, 5.0  # tokens, seconds: see router/generation
+MIN_LEFT = 16  # tokens left, below which a job does not move: see router/generation
+REST = 5.0  # seconds between two moves of a job
 LEAD = 1e-3  # seconds before the end of a step at which the next one is planned
-
-
-class Card(NamedTuple):
-    """A GPU with an 8B model in bf16, which reads KV over NVLink."""
-
-    costs: SimulatedCosts
-    idle_step: float  # seconds of a decode step of one sequence: kernels for a single row
-    kv_tokens: int  # room for KV
-
-
-H100 = Card(
-    SimulatedCosts(
-        step=6.2e-3,
-        decode=11e-6,
-        decode_context=43.6e-9,
-        prompt_token=22.5e-6,
-        prompt_context=0.45e-9,
-        hidden=3.9e-3,
-    ),
-    idle_step=5.4e-3,
-    kv_tokens=444_848,
-)
-#: Fitted to each step of two nodes at 24 and 32 requests/s, timed by CUDA events (two H200s, e2e3babc).
-H200 = Card(
-    SimulatedCosts(
-        step=4.9e-3,
-        decode=9e-6,
-        decode_context=31e-9,
-        prompt_token=21.3e-6,
-        prompt_context=1.3e-9,
-        hidden=0.5e-3,
-    ),
-    idle_step=4.0e-3,
-    kv_tokens=840_000,
-)
-
-
-class Events:
-    """Simulated time, in seconds, and what happens later."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._heap: list[tuple[float, int, Callable[[], object]]] = []
-        self._order = count()
-
-    def at(self, when: float, what: Callable[[], object]) -> None:
-        heapq.heappush(self._heap, (max(when, self.now), next(self._order), what))
-
-    def after(self, seconds: float, what: Callable[[], object]) -> None:
-        self.at(self.now + seconds, what)
-
-    def next(self) -> None:
-        self.now, _, what = heapq.heappop(self._heap)
-        what()
-
-
-@dataclass(frozen=True)
-class Delays:
-    """Seconds beside steps and reads; a node's frontend counts as a part of the node."""
-
-    request: float = 4e-3  # from the client to the node that decodes
-    message: float = 1e-3  # from node to node; two of them delay the first token
-    confirm: float = 2.5e-3  # D's processes, first token to confirmed KV; 6 ms with a read and two messages
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """A request and its outcome. Times are in seconds."""
-
-    at: float
-    prompt: int  # tokens
-    output: int  # tokens
-    number: int = 0  # unique: no two jobs share a prefix
-    router: int = 0
-    node: SimulatedNode | None = None  # the node where the job decodes
-    rid: int = 0  # on ``node``
-    tokens: int = 0  # sampled so far
-    first: float = 0.0  # time of the first token
-    second_gap: float = 0.0
-    last: float = 0.0  # time of the latest token
-    end: float = 0.0
-    longest_gap: float = 0.0
-    moved_at: float = -1e9
-    moves_to: SimulatedNode | None = None  # moves there after its next token
-
-    @property
-    def ttft(self) -> float:
-        return self.first - self.at
-
-    @property
-    def per_token(self) -> float:
-        return (self.end - self.first) / max(1, self.output - 1)
-
-    def add_token(self, now: float) -> None:
-        self.tokens += 1
-        if self.tokens == 1:
-            self.first = now
-        else:
-            gap = now - self.last
-            if self.tokens == 2:
-                self.second_gap = gap
-            if gap > self.longest_gap:
-                self.longest_gap = gap
-        self.last = now
 
 
 @dataclass(eq=False, slots=True)
@@ -186,7 +84,8 @@ class _Handoff:
         self._answer()
 
     def _answer(self) -> None:
-        deferred, self.deferred = self.deferred, None
+        deferred = self.deferred
+        self.deferred = None
         if deferred is not None:
             deferred()
 
@@ -203,6 +102,14 @@ _rids = count(1)
 _TOKEN = (1).to_bytes(4, "little")  # every output token
 
 
+class Usage(NamedTuple):
+    """What a node has done since its start."""
+
+    steps: float  # seconds in which a step executed
+    decodes: float  # seconds of steps, times the sequences that they decoded
+    read_tokens: int  # tokens whose KV was read from peers
+
+
 class SimulatedNode:
     """``target`` is the ITL target in seconds, None: automatic, 0: none."""
 
@@ -216,7 +123,9 @@ class SimulatedNode:
         target: float | None = None,
         card: Card = H100,
         device: str = "cuda",
-        delays: Delays = Delays(),
+        delays: Delays = MEASURED_DELAYS,
+        max_num_seqs: int = MAX_SEQS,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
         self.name = name
         self.role = role
@@ -228,8 +137,8 @@ class SimulatedNode:
             SchedulerConfig(
                 num_blocks=card.kv_tokens // BLOCK,
                 block_size=BLOCK,
-                max_num_seqs=MAX_SEQS,
-                max_batch_tokens=MAX_BATCH_TOKENS,
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=max_batch_tokens,
                 full_step=FULL_STEP[device],
                 tile=TILE[device],
                 max_waiting=1 << 30,
@@ -240,6 +149,7 @@ class SimulatedNode:
             clock=lambda: events.now,
         )
         self._jobs: dict[int, Job] = {}  # jobs that decode here, by rid
+        self._targets: dict[int, SimulatedNode] = {}  # where jobs go that move after their next token, by rid
         self._handoffs: dict[int, _Handoff] = {}  # by rid, on D and on P
         self._steps = SimulatedSteps(card.costs)
         self._share = PromptShare(0.0)
@@ -248,18 +158,20 @@ class SimulatedNode:
         self._step_seconds = 0.0
         self._ends_at = 0.0  # when the executing step ends
         self._planned: StepPlan | None = None  # the step after it
+        self.usage = Usage(0.0, 0.0, 0)
 
     # ------------------------------------------------------------ requests
 
     def serve(self, job: Job, peer: SimulatedNode | None, resume: int = 0) -> None:
         """Decode a job. ``peer`` computes its prompt, if any, or its KV after ``resume`` tokens of output."""
-        job.node, job.rid = self, next(_rids)
+        job.node = self.name
+        job.rid = next(_rids)
         self._jobs[job.rid] = job
         if peer is not None:
             self._handoffs[job.rid] = _Handoff(job, peer, self, resume > 0, job.rid)
         submit = Submit(
             rid=job.rid,
-            token_ids=_prompt(job),
+            token_ids=job.prompt_ids(),
             sampling=SamplingParams(max_tokens=job.output, temperature=0.0),
             mode=Mode.LOCAL if peer is None else Mode.HANDOFF,
             resume={0: _TOKEN * resume} if resume else {},
@@ -270,7 +182,7 @@ class SimulatedNode:
         """Compute the prompt of a handoff for its D, or lease the cached blocks of a stream that has moved."""
         job = handoff.job
         handoff.peer_rid = next(_rids)
-        token_ids = _prompt(job) + (_TOKEN * (job.tokens - 1) if handoff.resumes else b"")
+        token_ids = job.prompt_ids() + (_TOKEN * (job.tokens - 1) if handoff.resumes else b"")
         self._handoffs[handoff.peer_rid] = handoff
         if handoff.resumes:
             self.obey(LeaseCached(handoff.peer_rid, token_ids, "", cached))
@@ -298,14 +210,18 @@ class SimulatedNode:
 
     def move(self, job: Job, target: SimulatedNode) -> None:
         """Hand a decoding job over to another node, behind its next token."""
-        job.moves_to, job.moved_at = target, self._events.now
+        self._targets[job.rid] = target
+        job.moved_at = self._events.now
 
     def _move_now(self, job: Job, target: SimulatedNode) -> None:
         """Later tokens, of steps in flight, are dropped."""
-        job.moves_to = None
         del self._jobs[job.rid]
         self._events.after(self._delays.message, partial(self.obey, Cancel(job.rid)))
         self._events.after(self._delays.message, partial(target.serve, job, self, job.tokens))
+
+    def cached_tokens(self, hashes: Iterable[bytes]) -> int:
+        """Return the tokens of the longest prefix of a chain of block hashes that this node has cached."""
+        return BLOCK * len(self.scheduler.pool.match(hashes))
 
     # ------------------------------------------------------------ reports
 
@@ -364,7 +280,9 @@ class SimulatedNode:
 
     def _post_reads(self, reads: Iterable[KVRead]) -> None:
         for read in reads:
-            seconds = self._costs.of_read(len(read.local_blocks) * BLOCK)
+            num_tokens = len(read.local_blocks) * BLOCK
+            seconds = self._costs.of_read(num_tokens)
+            self.usage = self.usage._replace(read_tokens=self.usage.read_tokens + num_tokens)
             self._reads_until = max(self._reads_until, self._events.now) + seconds
             result = ReadResult(read.read_id, "", 1, len(read.local_blocks), seconds)
             self._events.at(self._reads_until, partial(self._end_read, result))
@@ -387,16 +305,20 @@ class SimulatedNode:
         self.scheduler.prepare()
 
     def _begin(self) -> None:
-        plan, self._planned = self._planned, None
+        plan = self._planned
+        self._planned = None
         assert plan is not None
         self._executing = plan
         self._step_seconds = seconds = self._steps.seconds(plan)
         self._ends_at = self._events.now + seconds
+        steps, decodes, read_tokens = self.usage
+        self.usage = Usage(steps + seconds, decodes + seconds * plan.num_decodes, read_tokens)
         self._events.after(max(0.0, seconds - LEAD) if plan.num_prompt_tokens else 0.0, self._plan)
         self._events.after(seconds, self._end_step)
 
     def _end_step(self) -> None:
-        plan, self._executing = self._executing, None
+        plan = self._executing
+        self._executing = None
         assert plan is not None
         tokens = (1,) * sum(item.num_samples for item in plan.scheduled)
         self.scheduler.apply(plan, ModelRunnerOutput(StepOutput(plan.step, tokens)), self._step_seconds)
@@ -440,10 +362,11 @@ class SimulatedNode:
         job.add_token(self._events.now)
         if job.tokens == 1:
             self._client.on_first_token(job, None)
+        target = self._targets.pop(rid, None)
         if job.tokens == job.output:
             self._end(job)
-        elif job.moves_to is not None:
-            self._move_now(job, job.moves_to)
+        elif target is not None:
+            self._move_now(job, target)
 
     def _end(self, job: Job) -> None:
         del self._jobs[job.rid]
@@ -525,7 +448,3 @@ class SimulatedNode:
             del self._handoffs[handoff.rid]
             outputs = () if handoff.resumes else (tuple(handoff.outputs),)
             self.obey(KVConfirmed(handoff.rid, handoff.announced, outputs, self._events.now - handoff.job.last))
-
-
-def _prompt(job: Job) -> bytes:
-    return array("I", (job.number,)).tobytes() * job.prompt

@@ -6,7 +6,8 @@ from enum import IntEnum
 
 import msgspec
 
-_HASH_BYTES, _DIGEST_BYTES = 16, 8
+_HASH_BYTES = 16
+_DIGEST_BYTES = 8
 
 
 class BlockName(msgspec.Struct, frozen=True, array_like=True):
