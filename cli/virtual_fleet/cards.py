@@ -17,18 +17,15 @@ class Card(NamedTuple):
 
 
 #: An 8B model in bf16 that reads KV over NVLink.
-H100 = Card(
-    SimulatedCosts(
-        step=6.2e-3,
-        decode=11e-6,
-        decode_context=43.6e-9,
-        prompt_token=22.5e-6,
-        prompt_context=0.45e-9,
-        hidden=3.9e-3,
-    ),
-    idle_step=5.4e-3,
-    kv_tokens=444_848,
+H100_COSTS = SimulatedCosts(
+    step=6.2e-3,
+    decode=11e-6,
+    decode_context=43.6e-9,
+    prompt_token=22.5e-6,
+    prompt_context=0.45e-9,
+    hidden=3.9e-3,
 )
+H100 = Card(H100_COSTS, idle_step=5.4e-3, kv_tokens=444_848)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,8 @@ class Simulation:
 
     def _view(self, router: _Router, node: SimulatedNode) -> NodeView:
         """See NodeClient.view."""
-        (load, costs), sent = self._reports[node.name], router.sent[node.name]
+        load, costs = self._reports[node.name]
+        sent = router.sent[node.name]
         load = msgspec.structs.replace(
             load,
             requests=load.requests + len(sent),
@@ -190,7 +191,8 @@ class Simulation:
         """Return the leading tokens of a prompt in each node's prefix cache, by node, zeros left out."""
         if not job.shared:
             return {}
-        hashes, token_ids = BlockHashes(BLOCK, root_hash("")), array("I", job.prompt_ids())
+        hashes = BlockHashes(BLOCK, root_hash(""))
+        token_ids = array("I", job.prompt_ids())
         counts = {
             name: node.cached_tokens(hashes.one_by_one(token_ids, job.prompt)) for name, node in self._nodes.items()
         }

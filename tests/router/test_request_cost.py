@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cli.virtual_fleet.cards import H100
+from cli.virtual_fleet.cards import H100_COSTS
 from pdserve.config.simulated_costs import StepTokens
 from pdserve.request_cost import (
     DELAY_WEIGHT,
@@ -20,16 +20,16 @@ from pdserve.request_cost import (
 )
 
 COSTS = StepCosts(  # the lines of steps of H100 that hide as many seconds as they can
-    prompt=LinearCost(H100.costs.step - H100.costs.hidden, H100.costs.prompt_token),
-    decode=LinearCost(H100.costs.step, H100.costs.decode),
+    prompt=LinearCost(H100_COSTS.step - H100_COSTS.hidden, H100_COSTS.prompt_token),
+    decode=LinearCost(H100_COSTS.step, H100_COSTS.decode),
 )
 STREAMS = 20
-DECODE = H100.costs.seconds(StepTokens(STREAMS))
+DECODE = H100_COSTS.seconds(StepTokens(STREAMS))
 
 
 def mixed(tokens: int) -> float:
     """Return the seconds of a step with all streams and ``tokens`` prompt tokens."""
-    return H100.costs.seconds(StepTokens(STREAMS, prompt_tokens=tokens))
+    return H100_COSTS.seconds(StepTokens(STREAMS, prompt_tokens=tokens))
 
 
 def load(backlog: int = 0) -> RequestLoad:
@@ -43,21 +43,21 @@ def test_prompt_beside_streams_costs_what_it_adds_to_a_step_that_reads_the_weigh
 
 
 def test_prompt_of_several_steps_pays_the_decodes_of_each() -> None:
-    most = int((0.05 - DECODE + H100.costs.hidden) / H100.costs.prompt_token)  # tokens in a step
+    most = int((0.05 - DECODE + H100_COSTS.hidden) / H100_COSTS.prompt_token)  # tokens in a step
     seconds = 2 * mixed(most)
     expected = DECODE / 2 + seconds + DELAY_WEIGHT * STREAMS * (seconds - 2 * DECODE)
     assert prompt_cost(load(), COSTS, 2 * most) == pytest.approx(expected, rel=1e-3)
 
 
 def test_prompt_waits_for_half_of_the_executing_step_and_for_the_queue_behind_it() -> None:
-    most = int((0.05 - DECODE + H100.costs.hidden) / H100.costs.prompt_token)
+    most = int((0.05 - DECODE + H100_COSTS.hidden) / H100_COSTS.prompt_token)
     waits = [prompt_cost(load(backlog), COSTS, 800) - prompt_cost(load(), COSTS, 800) for backlog in (most, 2 * most)]
     assert waits[0] == pytest.approx((mixed(most) - DECODE) / 2, rel=1e-3)
     assert waits[1] > waits[0] + 0.9 * (0.05 - DECODE)
 
 
 def test_idle_node_begins_a_prompt_at_once() -> None:
-    assert prompt_cost(RequestLoad(), COSTS, 800) == pytest.approx(H100.costs.seconds(StepTokens(prompt_tokens=800)))
+    assert prompt_cost(RequestLoad(), COSTS, 800) == pytest.approx(H100_COSTS.seconds(StepTokens(prompt_tokens=800)))
 
 
 # ------------------------------------------------------------ pulls of an 8B model: 131,072 bytes per token
