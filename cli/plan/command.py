@@ -72,9 +72,14 @@ def _workload(args: argparse.Namespace) -> tuple[Workload, float | None, Callabl
     """Return the workload, its rate if there is one, and what draws samples of it; None: its first requests."""
     if args.rate is not None and args.gpus is not None:
         raise ConfigError("--rate and --gpus are both set; set only one")
+    lengths = {"prompt-tokens": args.prompt_tokens, "output-tokens": args.output_tokens, "cached": args.cached}
     if args.trace is None:
-        draw = partial(workload_of, args.prompt_tokens, args.output_tokens, args.cached, seed=args.seed)
+        prompts, outputs, cached = lengths.values()
+        draw = partial(workload_of, prompts or "2048", outputs or "256", cached or 0.0, seed=args.seed)
         return draw(), args.rate, draw
+    for flag, value in lengths.items():
+        if value is not None:
+            raise ConfigError(f"--{flag} {value}: the requests of --trace have theirs; remove one of them")
     workload, rate = workload_of_trace(list(read_trace(args.trace)))
     return workload, args.rate or rate, None
 

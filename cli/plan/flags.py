@@ -23,7 +23,7 @@ def make_parser() -> CommandParser:
         "--kv-cache-dtype",
         default="auto",
         choices=KV_CACHE_DTYPES,
-        help="as of the nodes; costs must have been measured with the same (default %(default)s)",
+        help="dtype of the nodes' KV cache, with which the costs must have been measured (default %(default)s)",
     )
     nodes.add_argument("--costs", metavar="NAME", help="measured costs: a file, or the name of a bundled one")
     nodes.add_argument(
@@ -37,15 +37,12 @@ def make_parser() -> CommandParser:
     load.add_argument("--gpus", type=positive_int, metavar="N", help="available GPUs; prints the rate they can serve")
     load.add_argument(
         "--prompt-tokens",
-        default="2048",
         metavar="LENGTH",
         help="2048, 256-1024 (uniform), or log-normal: p50=900,p99=8000, mean=1500,p99=8000 or mean=2000,sigma=0.8; "
-        "default %(default)s",
+        "default 2048",
     )
-    load.add_argument("--output-tokens", default="256", metavar="LENGTH", help="same formats (default %(default)s)")
-    load.add_argument(
-        "--cached", type=float, default=0.0, metavar="F", help="share of prompts in prefix caches (default 0)"
-    )
+    load.add_argument("--output-tokens", metavar="LENGTH", help="the same formats (default 256)")
+    load.add_argument("--cached", type=float, metavar="F", help="share of prompts in prefix caches (default 0)")
     load.add_argument(
         "--trace", type=Path, metavar="FILE", help="replay requests and their rate from a trace in Mooncake's format"
     )
@@ -59,13 +56,13 @@ def make_parser() -> CommandParser:
         metavar="F",
         help="share of a fleet's capacity to keep free (default 0.2)",
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of arrivals and lengths (default 1)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of arrivals and lengths (default 1)")
     parser.add_argument(
         "--requests",
         type=_sample,
         default=0,
         metavar="N",
-        help="requests of each simulation, or the first ones of a trace (default: by nodes and length of outputs)",
+        help="requests of each simulation, or the first ones of a trace (default: enough for the nodes and the length of outputs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

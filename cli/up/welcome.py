@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def _json_welcome(url: str, config: NodeConfig, nodes: Sequence[Member]) -> str:
 
 def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: RouterOptions) -> str:
     path, body = _example_body(config, router)
-    text = json.dumps({"model": config.served_model_name, **body}, ensure_ascii=False).replace("'", "'\\''")
+    text = json.dumps({"model": config.served_model_name, **body}, ensure_ascii=False)
     key = " -H 'Authorization: Bearer KEY'" if router.api_keys or router.api_key else ""
     watch = f"Dashboard: {url}/dashboard\n" if router.dashboard else ""
     if router.chat_page and path == "chat/completions":
@@ -50,7 +51,7 @@ def _welcome(url: str, config: NodeConfig, nodes: Sequence[Member], router: Rout
         )
     return (
         f"\n{config.served_model_name} is served at {url} (Ctrl-C stops it).\n{watch}\n{node_table(nodes)}\nTry:\n\n"
-        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d '{text}'\n"
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {shlex.quote(text)}\n"
     )
 
 
@@ -59,7 +60,7 @@ def command_name() -> str:
     if shutil.which("pdserve"):
         return "pdserve"
     script = Path(sys.executable).with_name("pdserve")
-    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m pdserve"
+    return shlex.quote(os.path.relpath(script)) if script.is_file() else f"{sys.executable} -m pdserve"
 
 
 def sampling_line(model_dir: Path, router: RouterOptions) -> str:

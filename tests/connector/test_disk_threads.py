@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from machine import patience
 import connector
 from connector.backends.disk import disk_threads
 from connector.backends.disk.file_transfer import NoTransfer, open_transfer
+from connector.backends.file_spans import Span
 from connector.backends.nixl.file_agent import NixlFiles
 from connector.setup import ConnectorSetup
+from pdserve.errors import NodeError
 from pdserve.kv.disk_transfers import (
     BlockName,
     DiskEvent,
@@ -153,6 +155,33 @@ def test_blocks_come_back_after_a_restart(way: str, kind: str, tmp_path: Path) -
         assert result.outcomes == (DONE, DONE, MISSING)
         assert result.num_bytes == 2 * reader.size
         assert [reader.in_host(NUM + at) for at in (0, 1)] == [reader.content(4), reader.content(2)]
+
+
+class FailingTransfer:
+    """NIXL that works at the start, and then in no transfer."""
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if self._step == "register":
+            raise NodeError("no memory can be registered")
+
+    def move(self, spans: Sequence[Span], read: bool) -> str:
+        return "the back end is gone"
+
+
+@pytest.mark.parametrize("step", ["register", "move"])
+def test_blocks_are_moved_by_plain_calls_once_nixl_fails(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk_threads, "open_transfer", lambda agent, folder: FailingTransfer(step))
+    with rank(tmp_path / "kv") as one:
+        for number in (1, 3):
+            assert one.write([number, number + 1]) == (DONE, DONE)
+            assert one.order(DiskWork.READ, [number + 1], first_place=NUM).outcomes == (DONE,)
+            assert one.in_host(NUM) == one.content(number + 1)
+    assert len([message for message in caplog.messages if "since NIXL failed" in message]) == 2, "reads, and writes"
 
 
 def test_truncated_and_removed_files_are_missing(way: str, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_the_model_finds_its_costs(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--costs", "h200-llama-8b", "--rate", "1", "--headroom", "1"], "headroom 1 is not within"),
         (["--costs", "h200-llama-8b", "--rate", "1", "--requests", "9"], "'9' is not within 300 … 8000"),
         (["models/tiny", "--rate", "1"], "no measured costs for 6 layers of 256"),
+        (["--costs", "h200-llama-8b", "--trace", "t", "--cached", "0.5"], "the requests of --trace have theirs"),
         (["models/tiny", "--costs", "h200-llama-8b", "--rate", "1"], "remove one of them"),
     ],
 )

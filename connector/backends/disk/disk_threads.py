@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from connector.backends.disk.file_transfer import NoTransfer, move, open_transfer
+from connector.backends.disk.file_transfer import NoTransfer, move_plainly, open_transfer
 from connector.backends.disk.kv_directory import Full, InTheWay, KVDirectory, NewFile
 from connector.backends.file_spans import FileTransfer, Span
 from connector.backends.host_memory import CopyingHostMemory, HostPlace
@@ -178,16 +178,25 @@ class DiskThreads:
         self._transfers[read] = open_transfer(name, self._setup.root)
 
     def _move(self, files: list[tuple[int, HostPlace]], read: bool) -> list[str]:
-        """Move the content of open files. Return an error for each, or an empty string."""
+        """Move the content of open files. Return an error for each, or an empty string.
+
+        What NIXL cannot move is moved by plain calls, which say what is wrong with which file.
+        """
         transfer = self._transfers[read]
-        spans = []
+        spans = [Span(fd, place.address, place.num_bytes) for fd, place in files]
         try:
-            for fd, place in files:
+            for _, place in files:
                 transfer.register(place.piece, place.piece_bytes)
-                spans.append(Span(fd, place.address, place.num_bytes))
-            return move(transfer, spans, read)
+            problem = transfer.move(spans, read) if spans else ""
         except PdserveError as exc:
-            return [str(exc)] * len(files)
+            problem = str(exc)
+        if not problem:
+            return [""] * len(spans)
+        errors = [move_plainly(span, read) for span in spans]
+        if not any(errors) and not isinstance(transfer, NoTransfer):  # so the files are all right
+            _log.warning("KV on disk: plain file calls from now on, since NIXL failed: %s", problem)
+            self._transfers[read] = NoTransfer()
+        return errors
 
     def _execute(self, job: tuple[DiskOrder, str]) -> None:
         order, folder = job

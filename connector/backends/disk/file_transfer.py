@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class NoTransfer:
-    """The FileTransfer of a process without NIXL: plain calls do all."""
+    """The FileTransfer of a process where NIXL moves no files: plain calls do all."""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Any memory will do."""
@@ -27,17 +27,8 @@ class NoTransfer:
         return "no NIXL"
 
 
-def move(transfer: FileTransfer, spans: Sequence[Span], read: bool) -> list[str]:
-    """Move all spans. Return an error for each; empty: all of its bytes moved.
-
-    What NIXL cannot move is tried by plain calls, which say what is wrong with which file.
-    """
-    if not spans or not transfer.move(spans, read):
-        return [""] * len(spans)
-    return [_move(span, read) for span in spans]
-
-
-def _move(span: Span, read: bool) -> str:
+def move_plainly(span: Span, read: bool) -> str:
+    """Read a file into memory, or write it, by plain calls. Return an error, or an empty string: all bytes moved."""
     memory = memoryview((ctypes.c_char * span.num_bytes).from_address(span.address)).cast("B")
     done = 0
     try:
@@ -53,7 +44,7 @@ def _move(span: Span, read: bool) -> str:
 
 
 def open_transfer(agent: str, folder: Path) -> FileTransfer:
-    """Return a transfer of NIXL if that moves a block to a file in ``folder`` and back, else plain calls."""
+    """Return a transfer of NIXL if that moves bytes to a file in ``folder`` and back, else plain calls."""
     from connector.backends.nixl.file_agent import NixlFiles
 
     try:
@@ -71,15 +62,17 @@ def open_transfer(agent: str, folder: Path) -> FileTransfer:
 
 
 def _try(transfer: FileTransfer, folder: Path) -> str:
-    """Write a page to a file and read it. Return the error, or an empty string. Raises OSError, PdserveError."""
+    """Write bytes to a file and read them. Return the error, or an empty string. Raises OSError, PdserveError."""
     size = mmap.PAGESIZE
+    content = os.urandom(size)
     memory = mmap.mmap(-1, 2 * size)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    memory[:size] = content = os.urandom(size)
-    transfer.register(address, 2 * size)
+    memory[:size] = content
+    source = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    transfer.register(source, 2 * size)
     make_private(folder)
     with tempfile.TemporaryFile(dir=folder) as file:
-        for read in (False, True):
-            if error := transfer.move([Span(file.fileno(), address + read * size, size)], read):
-                return error
+        error = transfer.move([Span(file.fileno(), source, size)], read=False)
+        error = error or transfer.move([Span(file.fileno(), source + size, size)], read=True)
+    if error:
+        return error
     return "" if memory[size:] == content else "what was read is not what was written"

@@ -35,8 +35,8 @@ def check_unread(
 ) -> None:
     """Raise CheckpointError or ConfigError as ``TransformersDecoder.load`` would on any rank of ``parallel``.
 
-    ``weights`` has slices by name, of which none is read; without, random weights have no names. A model that cannot
-    run without values passes, as only its weights can tell.
+    ``weights`` are the checkpoint's slices by name, of which none is read; None: the weights will be random. A model
+    that cannot run on the device meta passes: only its weights can tell.
     """
     whole = ParallelConfig((config.num_layers,)).position(0)
     on_cpu = TensorPlacement(torch.device("cpu"), dtype, dtype)
@@ -74,6 +74,6 @@ def _check_hidden(layer: nn.Module, args: Any, output: Any) -> None:
     hidden = output if isinstance(output, Tensor) else output[0]
     if hidden.ndim != 3:
         raise ConfigError(
-            f"its layers pass on hidden states of {hidden.ndim} dimensions, where stages exchange [tokens, hidden "
-            "size]; use --pp 1"
+            f"its layers pass on hidden states of {hidden.ndim} dimensions, stages exchange those of 3, "
+            "[1, tokens, hidden size]; use --pp 1"
         )
