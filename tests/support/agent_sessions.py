@@ -223,7 +223,8 @@ class ClaudeCode(Session):
                     texts[event["index"]] += delta["text" if blocks[-1]["type"] == "text" else "partial_json"]
                 case _:
                     assert event == {"type": "content_block_stop", "index": len(blocks) - 1}
-        usage, reason = end["usage"], end["delta"]["stop_reason"]
+        usage = end["usage"]
+        reason = end["delta"]["stop_reason"]
         assert reason in ("end_turn", "tool_use", "max_tokens")
         for block, text in zip(blocks, texts, strict=True):
             if block["type"] == "text":

@@ -96,7 +96,8 @@ class Answer:
         for choice in event["choices"]:
             self.choices.setdefault(choice["index"], ChoiceAnswer()).add(choice)
         if usage := event.get("usage"):
-            self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            self.prompt_tokens = usage["prompt_tokens"]
+            self.completion_tokens = usage["completion_tokens"]
 
     def matches(self, other: Answer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
         """Return whether all choices and both token counts are equal; log-probabilities within ``tolerance``."""

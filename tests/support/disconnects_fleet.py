@@ -25,7 +25,8 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 SIMULATED = ("--engine", "simulated")
 PREFILL = (*SIMULATED, "--max-num-seqs", "1", "--max-batch-tokens", "64", "--sim-costs", "step=0.02,prompt-token=0")
 DECODE = (*SIMULATED, "--max-num-seqs", "4")
-SHORT, LONG = 20, 5000  # tokens: prefilled on D, handed off
+SHORT = 20  # tokens of a prompt that D prefills
+LONG = 5000  # tokens of a prompt that is handed off
 
 
 @dataclass(frozen=True)

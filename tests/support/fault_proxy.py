@@ -181,7 +181,8 @@ class _Relay:
                 self._to_p.put(each)
 
     def _forward_event(self, event: pb.PrefillEvent) -> None:
-        kind, number = event.WhichOneof("kind") or "", event.request
+        kind = event.WhichOneof("kind") or ""
+        number = event.request
         if kind not in ANNOUNCED:
             self._send(event)
             return

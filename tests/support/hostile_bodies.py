@@ -170,7 +170,10 @@ SCHEMAS: dict[str, Callable[[int], Schema]] = {
     "own reference": _own_reference,
 }
 
-COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "a"}
 Fields = dict[str, Any]
 

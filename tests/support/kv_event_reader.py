@@ -111,7 +111,8 @@ class CacheCopy:
         if medium != "GPU":
             self.tiers[medium] |= keys
         assert len(token_ids) == block_size * len(block_hashes)
-        salt, prefix = "", cast("tuple[int, ...] | None", ())
+        salt = ""
+        prefix = cast("tuple[int, ...] | None", ())
         if parent_block_hash is not None:
             salt, prefix = self._prefixes.get(parent_block_hash, ("", None))
         elif extra_keys is not None:

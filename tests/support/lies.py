@@ -37,7 +37,8 @@ def is_number(field: Any) -> bool:
 
 
 def wrong_numbers(field: FieldDescriptor) -> list[float]:
-    kind, seed = value_field(field).cpp_type, random.Random(field.full_name)
+    kind = value_field(field).cpp_type
+    seed = random.Random(field.full_name)
     if kind in _INTEGERS:
         low, high = _INTEGERS[kind]
         return [*dict.fromkeys([0, max(-1, low), low, high, 1, seed.randint(low, high)])]

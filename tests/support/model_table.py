@@ -16,7 +16,8 @@ from pdserve.errors import PdserveError
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-table.md"
 
-EXACT, NOT_BUILT = "exact", "not built"
+EXACT = "exact"
+NOT_BUILT = "not built"
 
 #: Errors of refused types, and the reasons that the page gives.
 _REASONS = (
@@ -68,7 +69,8 @@ def as_page(outcomes: Mapping[str, str]) -> str:
     groups = defaultdict[str, list[str]](list)
     for model_type, outcome in outcomes.items():
         groups[outcome].append(model_type)
-    exact, not_built = groups.pop(EXACT), groups.pop(NOT_BUILT, [])
+    exact = groups.pop(EXACT)
+    not_built = groups.pop(NOT_BUILT, [])
     sizes = {"total": len(outcomes), "exact": len(exact), "not_built": len(not_built)}
     refused = len(outcomes) - len(exact) - len(not_built)
     rows = [("exact", [each for each in exact if each not in CONDITIONS])]

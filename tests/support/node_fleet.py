@@ -18,7 +18,8 @@ from pathlib import Path
 from fault_proxy import FaultProxy
 from fleet import Fleet, NodeProcess
 
-LEASE_SECONDS, LEASE_GUARD = 0.6, 0.2
+LEASE_SECONDS = 0.6
+LEASE_GUARD = 0.2
 FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "512", "--max-waiting", "8")
 
 

@@ -128,7 +128,8 @@ class Pod:
 
 def pods(overlay: str) -> Iterator[Pod]:
     for each in build(overlay):
-        name, spec = each["metadata"]["name"], each.get("spec") or {}
+        name = each["metadata"]["name"]
+        spec = each.get("spec") or {}
         if each["kind"] in ("Deployment", "StatefulSet"):
             template = spec["template"]
             replicas = spec["replicas"] if "replicas" in spec else _most_replicas(overlay, name)

@@ -37,7 +37,8 @@ def _find_builtins_once(interpreter: Any) -> None:
 def _patch_languages_once(interpreter: Any) -> None:
     """Patch the language's modules once per kernel: the interpreter does so for each function that a kernel calls."""
     languages = (interpreter.tl, interpreter.tl.core)
-    patch, patched = interpreter._patch_lang, set[str]()
+    patch = interpreter._patch_lang
+    patched = set[str]()
 
     @functools.cache
     def languages_of(module: str) -> set[str]:
@@ -65,7 +66,8 @@ def _patch_languages_once(interpreter: Any) -> None:
 
 def _look_dtypes_up(interpreter: Any) -> None:
     """Look dtypes up in one table: the interpreter makes a table of all dtypes for each lookup."""
-    tl, found = interpreter.tl, dict[str, Any]()
+    tl = interpreter.tl
+    found = dict[str, Any]()
     get = interpreter._get_np_dtype
 
     def np_dtype(dtype: Any) -> Any:

@@ -48,7 +48,8 @@ Entries = dict[str, Tensor]  # by their names in the file
 
 def random_patch(tensors: Tensors, seed: int) -> Entries:
     """Draw new values for some tensors: at indices of either width, or in ranges of rows."""
-    numbers, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    numbers = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     entries: Entries = {}
     for name in numbers.sample(sorted(tensors), numbers.randint(1, len(tensors))):
         tensor = tensors[name]
@@ -110,7 +111,8 @@ class Model:
     """A checkpoint, and sequences of changes of it."""
 
     def __init__(self, folder: Path, name: str, **overrides: Any) -> None:
-        family, options = MODELS[name][0], MODELS[name][1] | overrides
+        family = MODELS[name][0]
+        options = MODELS[name][1] | overrides
         self.directory = make_checkpoint(folder / name, family, **options)
         self.dtype: str = options.get("dtype", "float32")
         self.tensors = read_tensors(self.directory)
@@ -119,7 +121,8 @@ class Model:
     def changed(self, steps: Steps) -> tuple[tuple[WeightChange, ...], Path]:
         """Return random changes, and the checkpoint that they result in."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        tensors, found = self.tensors, []
+        tensors = self.tensors
+        found = []
         for number, (kind, seed) in enumerate(steps):
             if kind == "reload":
                 tensors = self._drawn(seed)
