@@ -281,7 +281,9 @@ def test_block_on_disk_is_of_use_only_if_every_rank_has_its_part() -> None:
         aggregator.add(rank, ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(disk=(result,))))
         return aggregator.take_events().disk
 
-    done, missing, failed = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
+    done = Outcome.DONE
+    missing = Outcome.MISSING
+    failed = Outcome.FAILED
     assert report(1, done, done, missing, failed, num_failed=2) == ()
     assert report(1, done, done, done, done) == (), "a rank reports twice"
     (merged,) = report(0, done, missing, done, done, num_failed=1)

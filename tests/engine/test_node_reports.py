@@ -48,14 +48,18 @@ def applied(known: set[int], report: pb.NodeReport) -> set[int]:
 @given(st.lists(st.sets(st.integers(0, 20)), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_a_slow_reader_ends_with_the_current_cache(caches: list[set[int]], reads: list[bool]) -> None:
     async def watch() -> set[int]:
-        node_reports, before, known = NodeReports(lambda: NODE, pause=0.0), set[int](), set[int]()
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        before = set[int]()
+        known = set[int]()
         unread = True  # else the next report comes after REPORT_INTERVAL
         async with aclosing(node_reports.subscribe()) as reports:
             for now, read in zip(caches, reads, strict=False):
                 node_reports.on_batch(batch(tuple(now - before), tuple(before - now)))
-                unread, before = unread or now != before, now
+                unread = unread or now != before
+                before = now
                 if read and unread:
-                    known, unread = applied(known, await anext(reports)), False
+                    known = applied(known, await anext(reports))
+                    unread = False
             node_reports.end()
             async for report in reports:
                 known = applied(known, report)
@@ -66,7 +70,8 @@ def test_a_slow_reader_ends_with_the_current_cache(caches: list[set[int]], reads
 
 def test_reports_are_numbered_and_carry_only_changed_descriptions() -> None:
     async def watch() -> list[pb.NodeReport]:
-        states, seen = ["loading"], []
+        states = ["loading"]
+        seen = []
         node_reports = NodeReports(lambda: pb.NodeDescription(node_id="n", state=states[-1]), pause=0.0)
         changes: list[Callable[[], None]] = [
             lambda: node_reports.on_batch(batch(running=1)),
@@ -103,7 +108,8 @@ def test_free_blocks_that_drift_slowly_are_reported_once_they_differ_from_the_la
     """Each batch takes one block of 1000; more than 1 % is reported, which eleven batches are."""
 
     async def watch() -> list[int]:
-        node_reports, seen = NodeReports(lambda: NODE, pause=0.0), []
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        seen = []
         node_reports.on_batch(batch(free=1000, total=1000))
         async with aclosing(node_reports.subscribe()) as reports:
             seen.append((await anext(reports)).load.free_blocks)
@@ -177,7 +183,9 @@ def test_an_engine_reports_nothing_of_the_one_before_it() -> None:
     """The new engine's counters begin at 0 and its cache is empty, so the prompt share stays a share."""
 
     async def watch() -> list[pb.NodeReport]:
-        node_reports, seen, known = NodeReports(lambda: NODE, pause=0.0), [], set[int]()
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        seen = []
+        known = set[int]()
         async with aclosing(node_reports.subscribe()) as reports:
             node_reports.on_batch(batch((1, 2), running=9, free=1, prompt_seconds=3600.0))
             known = applied(known, await anext(reports))

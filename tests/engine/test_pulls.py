@@ -171,7 +171,8 @@ class Pulling:
     """A source that has served a prompt, and P, which has reserved blocks for the prompt and its continuation."""
 
     def __init__(self, depth: tuple[int, int] = (2, 1), **kind: Any) -> None:
-        self.source, self.p = Node(64, *depth, **kind), Node(64, *depth, **kind)
+        self.source = Node(64, *depth, **kind)
+        self.p = Node(64, *depth, **kind)
         self.source.submit(1, PROMPT, SamplingParams(max_tokens=10), Mode.LOCAL)
         self.source.run()
         self.turn = [*PROMPT, *self.source.tokens[1, 0], 7, 8, 9]

@@ -235,7 +235,8 @@ def test_a_leader_port_in_use_is_named() -> None:
 
 
 def test_leader_waits_until_its_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve_name, failures = socket.getaddrinfo, iter(["unknown", "another host"])
+    resolve_name = socket.getaddrinfo
+    failures = iter(["unknown", "another host"])
 
     def late(host: str, port: int, **options: Any) -> Any:
         match next(failures, ""):

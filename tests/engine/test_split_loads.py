@@ -34,8 +34,10 @@ each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
 each_mode = pytest.mark.parametrize("mode", [Mode.PULL_AND_LEASE, Mode.HANDOFF], ids=str)
 PROMPT = list(range(100, 160))
 TURN = [*PROMPT, 7, 8, 9]
-RID, LEASE = 99, 98
-MEETING, END = 24, 60  # tokens
+RID = 99
+LEASE = 98
+MEETING = 24  # tokens
+END = 60  # tokens
 FOUR = SamplingParams(max_tokens=4)
 
 

@@ -26,7 +26,8 @@ def allowed(mask: bytes) -> set[int]:
 
 def plain_end_of_thinking(sampling: SamplingParams, output: list[int]) -> int | None:
     """Return the token that has to follow ``output``."""
-    start, end = list(sampling.thinking_start_ids), list(sampling.thinking_end_ids)
+    start = list(sampling.thinking_start_ids)
+    end = list(sampling.thinking_end_ids)
     begun = 0
     if start:
         found = [at + len(start) for at in range(len(output)) if output[at : at + len(start)] == start]
@@ -71,8 +72,10 @@ def test_masks_equal_those_of_a_plain_search(
         thinking_end_ids=end,
         thinking_call_ids=calls,
     )
-    rules, prompt = TokenRules(sampling, VOCAB), [3, 1, 2]  # the prompt does not count
-    choice, output = ChoiceRules(rules), list[int]()
+    rules = TokenRules(sampling, VOCAB)
+    prompt = [3, 1, 2]  # the prompt does not count
+    choice = ChoiceRules(rules)
+    output = list[int]()
     for number, draw in enumerate(draws):
         if number == resumed:  # another node continues
             choice = ChoiceRules(rules)
@@ -95,7 +98,8 @@ def test_forbidden_end_is_allowed_where_no_other_token_is() -> None:
 
 def test_end_of_reasoning_waits_for_the_rest_of_a_character() -> None:
     sampling = SamplingParams(max_tokens=9, bad_words=((8,),), thinking_token_budget=1, thinking_end_ids=(6, 6, 7))
-    rules, tokens = ChoiceRules(TokenRules(sampling, VOCAB)), array("I", [1])
+    rules = ChoiceRules(TokenRules(sampling, VOCAB))
+    tokens = array("I", [1])
     found = []
     for token in (9, 9, 9, 9, 6, 6, 7):
         tokens.append(token)

@@ -26,7 +26,8 @@ def sequence(number: int, priority: int) -> Sequence:
     st.lists(st.tuples(st.sampled_from(["append", "appendleft", "take", "remove"]), st.integers(-2, 2)), max_size=60)
 )
 def test_order_is_priority_then_deque_order(events: list[tuple[str, int]]) -> None:
-    queue, model = WaitingQueue(), list[Sequence]()
+    queue = WaitingQueue()
+    model = list[Sequence]()
     for number, (event, value) in enumerate(events):
         if event.startswith("append"):
             new = sequence(number, value)

@@ -88,7 +88,8 @@ def test_an_offer_that_contradicts_the_checkpoint_is_refused(case: str) -> None:
 
 
 def test_messages_of_ranks_are_put_together() -> None:
-    lower, upper = tensor(num_bytes=24, size=2), tensor(num_bytes=24, start=2, size=2)
+    lower = tensor(num_bytes=24, size=2)
+    upper = tensor(num_bytes=24, start=2, size=2)
     b = tensor(name="b", num_bytes=20, size=10)
     peer = receive(iter([message(lower), message(b, metadata=b""), message(upper, agent="r1", metadata=b"n")])).peer()
     assert [(rank.agent, rank.metadata, len(rank.parts)) for rank in peer.ranks] == [("r0", b"m", 2), ("r1", b"n", 1)]

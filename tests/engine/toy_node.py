@@ -166,9 +166,11 @@ class Node:
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows, latent)
-        setup, wake = ConnectorSetup(self.epoch, states=self.runner.rank_states), self._channel.wake
+        setup = ConnectorSetup(self.epoch, states=self.runner.rank_states)
+        wake = self._channel.wake
         self.connector = connector or LocalConnector(setup)
-        region, layout = self.runner.kv_region, self.runner.kv_layout
+        region = self.runner.kv_region
+        layout = self.runner.kv_layout
         self.kv: RankKV = self.connector.register(region, layout, wake)
         self.host_memory = None if host is None else host_memory(host, region, layout, setup, wake)
         self.disk = None if disk is None else disk(self.host_memory, wake)
@@ -284,7 +286,8 @@ class Node:
 
     def kv_of(self, parts: Sequence[Leased]) -> list[int]:
         """Return the tokens in the blocks of a lease, which have one KV cache group."""
-        cache, found = self.runner.cache, list[int]()
+        cache = self.runner.cache
+        found = list[int]()
         for part in parts:
             for block in part.block_ids:
                 found += cache[block, 0, 0, 0, :, 0].tolist()
