@@ -43,7 +43,8 @@ def restart(fleet: Served, *nodes: NodeProcess) -> None:
         node.wait_ended(10.0)
         node.respawn()
     fleet.fleet.wait_ready()
-    decode, num_prefill = fleet.fleet.decode, len(fleet.fleet.prefill)
+    decode = fleet.fleet.decode
+    num_prefill = len(fleet.fleet.prefill)
     fleet.fleet.wait_until(lambda: all(len(each.describe().connected_peers) == num_prefill for each in decode), 30.0)
 
 

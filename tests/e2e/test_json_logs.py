@@ -59,7 +59,9 @@ def test_request_id_is_in_the_logs_of_all_processes(model: Path) -> None:
         found = {role: lines_with_id(process)[0] for role, process in processes.items()}
 
     usage = answer.json()["usage"]
-    router, decode, prefill = found["router"], found["decode"], found["prefill"]
+    router = found["router"]
+    decode = found["decode"]
+    prefill = found["prefill"]
     assert router["node"]
     assert decode["node"] == fleet.decode[0].address
     assert (router["status"], router["outcome"], router["model"]) == (200, "ok", MODEL_NAME)

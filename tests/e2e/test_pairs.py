@@ -24,7 +24,8 @@ from node_client import Generated, RouterClient, greedy
 from pdserve.model.model_config import ModelConfig, load_model_config
 from pdserve.sampling_params import SamplingParams
 
-BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts
+BLOCK = 16  # tokens
+STEP = 32  # tokens; a prompt that is longer than a step is announced and read in parts
 VOCABULARY = 128
 OUTPUT = 6  # tokens
 ALL_START_SECONDS = 300.0  # 26 processes
@@ -109,7 +110,8 @@ def send_all(address: str, peer: str, salt: str) -> list[Generated]:
 
 
 def check_pair(nodes: Nodes, source: str, target: str) -> None:
-    prefill, decode = nodes.prefill[source], nodes.decode[target]
+    prefill = nodes.prefill[source]
+    decode = nodes.decode[target]
     names = ("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills", "kv_reads", "kv_read_bytes")
     before = {name: decode.counter(name) for name in names}
     answers = send_all(decode.address, prefill.address, f"{source} to {target}")

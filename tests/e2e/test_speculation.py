@@ -35,7 +35,8 @@ pytestmark = pytest.mark.timeout(300)
 
 def bodies(seed: int) -> list[dict[str, Any]]:
     """Return requests of many kinds; most of their outputs repeat themselves."""
-    rng, found = random.Random(seed), []
+    rng = random.Random(seed)
+    found = []
     for index, length in enumerate((5, 30, STEP, STEP + 1, 3 * STEP + 5, 60)):
         few = rng.sample(range(3, 128), 3)
         body: dict[str, Any] = {
@@ -82,12 +83,14 @@ def check(fleet: Fleet, seed: int) -> None:
 
 def check_usage(served: Served) -> None:
     """Usage counts drafts of D; a request without drafts has no such field."""
-    body, (node,) = {"model": MODEL_NAME} | bodies(1)[0], served.fleet.decode
+    body = {"model": MODEL_NAME} | bodies(1)[0]
+    (node,) = served.fleet.decode
     off = served.fleet.post("/v1/completions", body | {"disable_spec_decode": True})["usage"]
     assert "completion_tokens_details" not in off
     before = drafted(node), accepted(node)
     usage = served.fleet.post("/v1/completions", body)["usage"]
-    drafts, right = drafted(node) - before[0], accepted(node) - before[1]
+    drafts = drafted(node) - before[0]
+    right = accepted(node) - before[1]
     details = usage["completion_tokens_details"]
     assert usage["completion_tokens"] == off["completion_tokens"]
     assert details["accepted_prediction_tokens"] == right > 0
@@ -108,7 +111,8 @@ def test_answers_are_the_same_through_handoffs(sides: str, tmp_path: Path) -> No
     prefill, decode = ("1 lookup" if side in sides else "1" for side in "PD")
     with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
         check(served.fleet, seed=1)
-        (d,), (p,) = served.fleet.decode, served.fleet.prefill
+        (d,) = served.fleet.decode
+        (p,) = served.fleet.prefill
         assert (accepted(d) > 20) == ("D" in sides)
         assert not accepted(p) or "P" in sides
         if sides == "D":
@@ -176,7 +180,8 @@ def test_v2_answers_are_those_of_v1(model: Model, source: str, tmp_path: Path) -
     wanted = [each | {"max_tokens": 16} for each in (*bodies(5)[1::3], bodies(5)[-1])]  # few, as an interpreter is slow
     with Served(model, tmp_path / "v1") as served:
         expected = answers(served.fleet, wanted)
-    flags, speculating = ("--block-size", "16"), [f"1 {source}"]
+    flags = ("--block-size", "16")
+    speculating = [f"1 {source}"]
     with Served(model, tmp_path / "v2", speculating, speculating, flags=flags, runner="V2") as served:
         found = answers(served.fleet, wanted)
         assert drafted(served.fleet.decode[0]) > 20
@@ -262,7 +267,8 @@ def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> N
 @pytest.mark.timeout(3600)
 def test_acceptance_of_an_eagle3_head_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     """A trained head drafts with the KV that P's head has left."""
-    directory, head = tmp_path / "trained", tmp_path / "head"
+    directory = tmp_path / "trained"
+    head = tmp_path / "head"
     train(directory, steps=120)
     train_head(head, STEPS, target=directory)
     check_acceptance(directory, PlainEagle3.read(head, directory), f"eagle3:{head}")

@@ -23,9 +23,11 @@ from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 FAST_EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds until spans are exported
-LONG, SHORT = 700, 8  # prompt tokens: handed off in parts, and computed on D
+LONG = 700  # tokens of a prompt that is handed off in parts
+SHORT = 8  # tokens of a prompt that D computes
 PARTS = ("--max-batch-tokens", "256")
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
 
 PREFILL_SPANS: dict[str, Any] = {"queue": {}, "prefill": {}, "lease": {}}
 HANDOFF_SPANS: dict[str, Any] = {
@@ -106,7 +108,8 @@ def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) 
     generate = root.child("generate")
     at_d = generate.child("decode node")
     handoff = at_d.child("handoff")
-    at_p, transfer = handoff.child("prefill node"), handoff.child("transfer")
+    at_p = handoff.child("prefill node")
+    transfer = handoff.child("transfer")
     services = [span.service for span in (root, generate, at_d, handoff, at_p)]
     assert services == ["pdserve-router", "pdserve-router", "pdserve-decode", "pdserve-decode", "pdserve-prefill"]
     check_contiguous(at_d.child("reserve"), handoff, at_d.child("first step"), at_d.child("decode"))

@@ -17,7 +17,9 @@ from checkpoints import reference_greedy, reference_model
 from fleet import add_tokenizer, start_fleet
 from quantized_checkpoints import quantize
 
-BLOCK, STEP, OUTPUT = 16, 64, 8  # tokens: of a block, a step and an answer
+BLOCK = 16  # tokens
+STEP = 64  # tokens
+OUTPUT = 8  # tokens of an answer
 FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-len", "400", "--threads", "1")
 
 #: Two of the families are quantized: per-expert weights in FP8 blocks, and fused experts in MXFP4.

@@ -39,7 +39,8 @@ class Up:
     """A running ``pdserve up`` with its output in files."""
 
     def __init__(self, directory: Path, *argv: str) -> None:
-        self.out, self.err = directory / "out", directory / "err"
+        self.out = directory / "out"
+        self.err = directory / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "cli", "up", *FLAGS, *argv], stdout=out, stderr=err, start_new_session=True
@@ -261,7 +262,8 @@ def test_prefill_node_that_dies_starts_again_and_no_request_notices(simulated: U
 def test_router_and_engine_that_die_start_again(simulated: Up) -> None:
     up = simulated
     url = up.wait_served()
-    expected, ready = tokens_of(url, 1), up.err.read_text().count("is ready after")
+    expected = tokens_of(url, 1)
+    ready = up.err.read_text().count("is ready after")
     killed = [up.child("router"), up.child("decode_node").children()[0]]
     for process in killed:
         process.kill()
