@@ -50,7 +50,8 @@ class LyingPrefill(ScriptedNode, pb_grpc.PrefillNodeServicer):
         self.description.CopyFrom(described)
         self.reply = reply
         for message in (self.description, self.reply):
-            message.node_id, message.epoch = node_id, "1"
+            message.node_id = node_id
+            message.epoch = "1"
         for rank in self.reply.ranks:
             rank.agent = node_id
 

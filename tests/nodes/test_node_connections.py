@@ -37,8 +37,12 @@ SIMULATED = (
 )
 
 # HTTP/2 (RFC 9113)
-DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
-REFUSED_STREAM, ENHANCE_YOUR_CALM = 7, 11
+DATA = 0
+HEADERS = 1
+RST_STREAM = 3
+SETTINGS = 4
+REFUSED_STREAM = 7
+ENHANCE_YOUR_CALM = 11
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -171,12 +175,14 @@ def frames(sock: socket.socket) -> Iterator[tuple[int, int, bytes]]:
 
 
 def test_streams_opened_in_spite_of_the_limit_are_refused(fleet: Fleet) -> None:
-    node, number = node_of(fleet, "decode"), 4 * STREAMS
+    node = node_of(fleet, "decode")
+    number = 4 * STREAMS
     with connect(node.address) as sock:
         streams = range(1, 2 * number, 2)
         calls = (frame(HEADERS, 4, stream, CALL) + frame(DATA, 1, stream, bytes(5)) for stream in streams)
         sock.sendall(PREFACE + b"".join(calls))
-        refused, opened = set(), set()
+        refused = set()
+        opened = set()
         for kind, stream, payload in frames(sock):
             if kind == RST_STREAM:
                 assert int.from_bytes(payload, "big") in (REFUSED_STREAM, ENHANCE_YOUR_CALM)

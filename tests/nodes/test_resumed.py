@@ -48,7 +48,8 @@ def logprobs_of(result: Generated, choice: int) -> list[float]:
 @pytest.mark.parametrize("way", ["handed off", "prefilled on D", "cached on D"])
 @pytest.mark.parametrize("cut", [1, 5, OUTPUT - 1])
 def test_a_resumed_request_yields_the_remaining_tokens(kind: str, way: str, cut: int, nodes: Nodes) -> None:
-    prompt, sampling = prompt_of(75), KINDS[kind]
+    prompt = prompt_of(75)
+    sampling = KINDS[kind]
     peer = nodes.main if way == "handed off" else ""
     with RouterClient(nodes.decode.address) as client:
         salt = f"resumed {next(_salts)}"

@@ -19,7 +19,9 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 
-REQUESTS, TOKENS, AT_ONCE = 100, 60, 16
+REQUESTS = 100
+TOKENS = 60
+AT_ONCE = 16
 ROUNDING = 0.1  # change of a log-probability in bfloat16; wrong KV changes it by several units
 
 
