@@ -136,7 +136,8 @@ def num_peer_losses(cluster: Cluster) -> float:
 @pytest.mark.slow
 def test_requests_survive_a_partition_during_a_transfer(cluster: Cluster, traffic: Traffic) -> None:
     """The link is slow first, so that the transfer is still running when it fails."""
-    prefill, decode = hosts_of(cluster, "P"), hosts_of(cluster, "D")
+    prefill = hosts_of(cluster, "P")
+    decode = hosts_of(cluster, "D")
 
     def received() -> int:
         counts = cluster.network.update_switch().num_bytes

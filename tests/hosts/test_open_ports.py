@@ -69,7 +69,8 @@ def shifted(rules: list[Rule], port: int) -> list[Rule]:
 def test_every_listening_port_is_allowed_by_a_policy_and_the_reverse(cluster: Cluster) -> None:
     rules = opened(cluster)
     for pod in cluster.running:
-        name, ports = pod.name, listening(cluster, pod.name)
+        name = pod.name
+        ports = listening(cluster, pod.name)
         assert PORTS[pod.role] in ports
         incoming = [rule for rule in rules if rule[1] == name]
         assert not [port for port in ports if not any(first <= port <= last for _, _, first, last in incoming)]
@@ -79,11 +80,13 @@ def test_every_listening_port_is_allowed_by_a_policy_and_the_reverse(cluster: Cl
 def test_connections_are_exactly_the_allowed_ones(cluster: Cluster) -> None:
     for url in (f"{cluster.url}/v1/models", *(f"http://{pod.metrics}/metrics" for pod in cluster.running)):
         assert httpx.get(url, headers=cluster.headers, trust_env=False).status_code == 200
-    found, rules = connected(cluster), opened(cluster)
+    found = connected(cluster)
+    rules = opened(cluster)
     assert not not_allowed(found, rules)
     (router,) = [pod.name for pod in cluster.running_pods("router")]
     # Two nodes have one connection of UCX, from either; that of a handoff is from D.
-    nodes, handoffs = cluster.nodes, {"decode": "prefill"}
+    nodes = cluster.nodes
+    handoffs = {"decode": "prefill"}
     answers = {(a.name, b.name, *UCX) for a in nodes for b in nodes if handoffs.get(a.role) != b.role}
     idle = {(router, "api", 443, 443), ("prometheus", router, 8000, 8000)}
     assert not_used(found, rules) - answers == idle, "this API server listens on 6443, and all hosts may use the API"
@@ -95,7 +98,8 @@ def test_connections_are_exactly_the_allowed_ones(cluster: Cluster) -> None:
 def test_wrong_ucx_port_range_prevents_peer_connections(cluster: Cluster) -> None:
     """The switch refuses exactly the connections from D to P; after the fix, all nodes are as before."""
     right = list(cluster.allowed_connections())
-    decodes, prefills = cluster.running_pods("decode"), cluster.running_pods("prefill")
+    decodes = cluster.running_pods("decode")
+    prefills = cluster.running_pods("prefill")
     cluster.network.allow(shifted(right, UCX[0]))
     try:
         cluster.network.partition([pod.name for pod in decodes], [pod.name for pod in prefills])

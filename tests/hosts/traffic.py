@@ -17,7 +17,8 @@ from node_client import RouterClient, greedy
 
 CLIENTS = 4
 THINK = 0.2  # seconds: faults take seconds to be detected, and the whole cluster shares this machine meanwhile
-LONGEST_PROMPT, LONGEST_ANSWER = 1500, 60  # tokens
+LONGEST_PROMPT = 1500  # tokens
+LONGEST_ANSWER = 60  # tokens
 RELEASE_SECONDS = 10.0  # until no node holds a block for a request that has ended
 PROMPT = random.Random(5).choices(range(3, 4096), k=200)
 
@@ -59,7 +60,8 @@ def check_recovered(cluster: Cluster) -> None:
     for node in cluster.nodes:
         node.wait_idle(RELEASE_SECONDS)
     for decode in cluster.running_pods("decode"):
-        failures, handoffs = decode.counter("handoff_failures"), decode.counter("handoffs")
+        failures = decode.counter("handoff_failures")
+        handoffs = decode.counter("handoffs")
         with RouterClient(decode.address) as client:
             tokens = [
                 client.generate(PROMPT, greedy(8), prefill.name, cache_salt=uuid.uuid4().hex).tokens
