@@ -113,7 +113,8 @@ def test_invalid_system_is_refused(text: str) -> None:
 
 
 def test_tokens_are_counted_as_they_arrive() -> None:
-    with_ids, without_ids = Trace(0.0), Trace(0.0)
+    with_ids = Trace(0.0)
+    without_ids = Trace(0.0)
     reader = EventReader(with_ids)
     for piece in (
         b'data: {"choices":[{"text":"","token_ids":[7]}]}\n\nda',
@@ -132,7 +133,8 @@ def test_tokens_are_counted_as_they_arrive() -> None:
     assert "out of memory" in without_ids.error
 
 
-ONE, TWO = Load(1.0, [], "1"), Load(2.0, [], "2")
+ONE = Load(1.0, [], "1")
+TWO = Load(2.0, [], "2")
 
 
 def test_slow_client_is_reported() -> None:

@@ -104,7 +104,8 @@ def bodies(directory: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def environ(directory: Path, authority: trustme.CA, bodies: dict[str, str]) -> dict[str, str]:
     """Variables for programs, with the authority where each language looks for it."""
-    ca, store = directory / "ca.pem", directory / "store"
+    ca = directory / "ca.pem"
+    store = directory / "store"
     if shutil.which("keytool"):
         command: list[str | Path] = [
             "keytool",

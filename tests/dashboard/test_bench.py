@@ -17,7 +17,8 @@ LOAD = ["--num-prompts", "6", "--random-input-len", "40", "--random-output-len",
 def test_figures_table_and_plot(
     flags: list[str], fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    figures = tmp_path / "bench.json"
+    plot = tmp_path / "bench.svg"
     assert main(["bench", fleet.url, *LOAD, *flags, "--json", str(figures), "--plot", str(plot)]) == 0
     found = json.loads(figures.read_text())
     assert (found["requests"], found["failed"], found["ended_early"]) == (6, 0, 0)

@@ -131,7 +131,8 @@ def test_the_job_brings_the_model_that_the_overlay_serves() -> None:
     found = {f"{each['kind']}/{each['metadata']['name']}": each for each in cluster._build("deploy/k8s/models")}
     up = next(each for each in cluster._build("deploy/k8s/overlays/one-gpu") if each["kind"] == "StatefulSet")
     pod = found["Job/bring-model"]["spec"]["template"]
-    (job,), (server,) = pod["spec"]["containers"], up["spec"]["template"]["spec"]["containers"]
+    (job,) = pod["spec"]["containers"]
+    (server,) = up["spec"]["template"]["spec"]["containers"]
     assert environment(job)["MODEL"] == environment(server)["MODEL"]
     assert job["image"] == server["image"]
     assert job["securityContext"] == server["securityContext"]

@@ -192,7 +192,8 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
         assert opened(overlay, stranger, pod) == expected
         return
     first, last = map(int, pod.environment["UCX_TCP_PORT_RANGE"].split("-"))
-    grpc, ucx = range(GRPC[pod.role], GRPC[pod.role] + 1), range(first, last + 1)
+    grpc = range(GRPC[pod.role], GRPC[pod.role] + 1)
+    ucx = range(first, last + 1)
     other = peer_of(overlay, pod)
     assert opened(overlay, stranger, pod) == set()
     assert opened(overlay, {COMPONENT: "router"}, pod) == {grpc}
@@ -265,7 +266,8 @@ def test_overlays_fit_the_pod_security_level_of_the_documentation(overlay: str) 
 
 
 def is_restricted(pod: Pod) -> bool:
-    security, volumes = pod.spec["securityContext"], pod.spec["volumes"]
+    security = pod.spec["securityContext"]
+    volumes = pod.spec["volumes"]
     kinds = {kind for volume in volumes for kind in volume if kind != "name"}
     containers = [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]
     return (

@@ -119,7 +119,8 @@ def test_rows_grow_longer_during_the_training() -> None:
 
 
 def test_a_short_training_writes_a_checkpoint(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     copy_settings(EMBEDDED_MODEL, source)
     (source / "config.json").write_text(json.dumps(SMALL))
     write_weights(source, random_weights(SMALL))

@@ -15,7 +15,8 @@ from instructor.core import InstructorRetryException
 from pydantic import BaseModel, field_validator
 
 MODEL = os.environ["PDSERVE_MODEL"]
-URL, KEY = os.environ["PDSERVE_URL"], os.environ["PDSERVE_KEY"]
+URL = os.environ["PDSERVE_URL"]
+KEY = os.environ["PDSERVE_KEY"]
 CONNECTION: dict[str, Any] = {"base_url": URL, "api_key": KEY, "max_retries": 0, "timeout": 60}
 MESSAGES: list[Any] = [{"role": "user", "content": "Paint!"}]
 #: Without the penalty, random weights would generate whitespace in JSON until max_tokens.

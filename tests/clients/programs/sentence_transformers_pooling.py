@@ -15,7 +15,8 @@ import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODEL, DIRECTORY = os.environ["PDSERVE_MODEL"], os.environ["PDSERVE_MODEL_DIR"]
+MODEL = os.environ["PDSERVE_MODEL"]
+DIRECTORY = os.environ["PDSERVE_MODEL_DIR"]
 CPU: dict[str, Any] = {"device": "cpu", "model_kwargs": {"dtype": "float32"}}
 WORDS = [
     "the",
