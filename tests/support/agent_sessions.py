@@ -182,7 +182,11 @@ class Codex(Session):
     def _forced(self, tool: str) -> Any:
         if tool == "any":
             return "required"
-        kind = next(each["type"] for each in self.record.request["tools"] if tool in (each.get("name"), each["type"]))
+        kind = next(
+            offered["type"]
+            for offered in self.record.request["tools"]
+            if tool in (offered.get("name"), offered["type"])
+        )
         return {"type": kind} if kind == tool else {"type": kind, "name": tool}
 
     def _answered(self, turn: Turn, answer: Answer) -> list[Fields]:

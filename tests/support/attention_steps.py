@@ -249,8 +249,8 @@ def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
         return side.run(inputs), side.cache.tensor
 
 
-def fp8_reference(inputs: Inputs, found: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return outputs in float32 over the dequantized cache ``found``, and the cache that should have been stored.
+def fp8_reference(inputs: Inputs, fp8_cache: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return outputs in float32 over the dequantized ``fp8_cache``, and the cache that should have been stored.
 
     The reference keeps its keys and values in float32; quantizing and dequantizing them is explicit here.
     """
@@ -266,7 +266,7 @@ def fp8_reference(inputs: Inputs, found: Tensor) -> tuple[list[Tensor], Tensor]:
         for layer, qkv in enumerate(inputs.qkv)
     ]
     stored = (cache / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
-    cache.copy_(found.float() * factors)
+    cache.copy_(fp8_cache.float() * factors)
     with sdpa_kernel(SDPBackend.MATH) if inputs.device.type == "cuda" else nullcontext():
         return [side.backend.attend(layer, q) for layer, q in enumerate(queries)], stored
 

@@ -111,9 +111,9 @@ class DisconnectFleet:
         """Hold a request at a stage; call the yielded function to disconnect its client."""
         clients: list[socket.socket] = []
         try:
-            for each in (*stage.others, stage):
-                clients.append(self._send(each))
-                self.wait_until(each.reached)
+            for target in (*stage.others, stage):
+                clients.append(self._send(target))
+                self.wait_until(target.reached)
             yield clients[-1].close
         finally:
             for client in clients:

@@ -51,8 +51,8 @@ class Oracle:
 
     def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
         rng = self._random
-        known = len(token_ids)
-        likely = [text[known : known + most] for text in self._texts if text[:known] == token_ids] or [array("I")]
+        length = len(token_ids)
+        likely = [text[length : length + most] for text in self._texts if text[:length] == token_ids] or [array("I")]
         drafts = list(rng.choice(likely))
         drafts += [rng.randrange(self._vocab_size) for _ in range(rng.randint(0, most - len(drafts)))]
         drafts = [rng.randrange(self._vocab_size) if rng.random() < self._wrong else draft for draft in drafts]

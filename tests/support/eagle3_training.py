@@ -65,9 +65,9 @@ class PlainTarget:
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Sequence[Tensor]:
         """Return the hidden states [rows, length, hidden_size] of tokens before each layer, and behind the last."""
-        found = self._model.model(tokens, output_hidden_states=True).hidden_states[:-1]  # the last one is normed
+        hidden = self._model.model(tokens, output_hidden_states=True).hidden_states[:-1]  # the last one is normed
         assert self._behind_last is not None
-        return [*found, self._behind_last]
+        return [*hidden, self._behind_last]
 
     def _keep(self, layer: Any, inputs: Any, output: Any) -> None:
         self._behind_last = output[0] if isinstance(output, tuple) else output
@@ -107,10 +107,10 @@ class PlainEagle3:
         w = self.weights
         normed = self._norm("midlayer.hidden_norm", hidden)
         x = torch.cat((self._norm("midlayer.input_layernorm", embedded), normed), dim=-1)
-        q, k, v = (self._heads(self._linear(f"midlayer.self_attn.{each}_proj", x)) for each in "qkv")
+        q, k, v = (self._heads(self._linear(f"midlayer.self_attn.{part}_proj", x)) for part in "qkv")
         q = self._rotated(q)
         k = self._rotated(k)
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         residual = normed if self.config.get("norm_before_residual") else hidden
         x = residual + self._linear("midlayer.self_attn.o_proj", attended)

@@ -81,8 +81,8 @@ class Served:
     def check(self, prompts: Sequence[list[int]], output: int = OUTPUT) -> None:
         """Send prompts at once."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            found = list(pool.map(lambda prompt: self.fleet.complete(prompt, output), prompts))
-        for prompt, tokens in zip(prompts, found, strict=True):
+            answers = list(pool.map(lambda prompt: self.fleet.complete(prompt, output), prompts))
+        for prompt, tokens in zip(prompts, answers, strict=True):
             assert tokens == self.reference_of(prompt, output, tokens), f"a prompt of {len(prompt)} tokens"
 
     def wait_idle(self) -> None:

@@ -177,8 +177,8 @@ class _Relay:
         except Lost:
             pass
         else:
-            for each in self._proxy.alter_request(request):
-                self._to_p.put(each)
+            for altered in self._proxy.alter_request(request):
+                self._to_p.put(altered)
 
     def _forward_event(self, event: pb.PrefillEvent) -> None:
         kind = event.WhichOneof("kind") or ""

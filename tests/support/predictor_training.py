@@ -115,10 +115,10 @@ class PlainMiMo:
         w = self.weights
         normed = self._norm(f"{prefix}input_layernorm", x)
         q, k, v = (self._heads(F.linear(normed, w[f"{name}.weight"], w[f"{name}.bias"])) for name in
-                   (f"{prefix}self_attn.{each}_proj" for each in "qkv"))  # fmt: skip
+                   (f"{prefix}self_attn.{part}_proj" for part in "qkv"))  # fmt: skip
         q = self._rotated(q)
         k = self._rotated(k)
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + attended @ w[f"{prefix}self_attn.o_proj.weight"].T
         normed = self._norm(f"{prefix}post_attention_layernorm", x)
@@ -178,7 +178,7 @@ def random_weights(config: dict[str, Any], seed: int = _SEED) -> dict[str, Tenso
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}{name}.weight"] = torch.ones(hidden)
     matrix(f"{_LAYER}input_proj", hidden, 2 * hidden)
-    for name in ("model.norm", *(f"{_LAYER}{each}_layernorm" for each in ("token", "hidden", "final"))):
+    for name in ("model.norm", *(f"{_LAYER}{norm}_layernorm" for norm in ("token", "hidden", "final"))):
         weights[f"{name}.weight"] = torch.ones(hidden)
     return weights
 

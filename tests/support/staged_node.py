@@ -179,14 +179,14 @@ class StagedNode:
     def result(self) -> ModelRunnerOutput:
         """Return the output of the oldest step. Only the last stage samples, all of its shards the same."""
         assert self._config is not None
-        found = []
+        outputs = []
         for process in self._ranks:
             assert process.stdout is not None
             frame = _read(process.stdout)
             assert frame is not None, "a rank has ended"
-            found.append(msgspec.msgpack.decode(frame, type=StepOutput))
-        others = found[: -self._config.parallel.tp]
-        last = found[-self._config.parallel.tp :]
+            outputs.append(msgspec.msgpack.decode(frame, type=StepOutput))
+        others = outputs[: -self._config.parallel.tp]
+        last = outputs[-self._config.parallel.tp :]
         assert not any(output.token_ids for output in others)
         assert all(output == last[0] for output in last)
         return ModelRunnerOutput(last[0])

@@ -79,7 +79,7 @@ class Pair:
         nodes = (self.prefill, self.decode)
         self.prefills.wait_until(lambda: all(node.describe().state == "ready" for node in nodes), WAIT_SECONDS)
         sides = [self.decode, self.prefill] if self.warm else [self.decode]
-        self.decodes.wait_until(lambda: all(len(each.describe().connected_peers) == 1 for each in sides), WAIT_SECONDS)
+        self.decodes.wait_until(lambda: all(len(node.describe().connected_peers) == 1 for node in sides), WAIT_SECONDS)
 
     def check_served(self) -> None:
         """Check that the next request is handed off, has the right tokens, and leaves no blocks behind.

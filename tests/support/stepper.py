@@ -122,8 +122,8 @@ class Stepper:
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
         assert len(output.token_ids) == sum(item.num_samples for item in scheduled)
-        for seq, found in output.prompt_logprobs:
-            self.scored.setdefault(seq, []).append(found)
+        for seq, logprobs in output.prompt_logprobs:
+            self.scored.setdefault(seq, []).append(logprobs)
         samples = (Sample(token, output.logprobs.get(index)) for index, token in enumerate(output.token_ids))
         for item in scheduled:
             sequence = self.live[item.seq]

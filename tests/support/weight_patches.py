@@ -82,14 +82,14 @@ def data_of(tensor: Tensor) -> bytes:
 
 def patched(tensors: Tensors, entries: Entries) -> Tensors:
     """Return tensors with the values of a patch."""
-    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    result = {name: tensor.clone() for name, tensor in tensors.items()}
     for key, values in entries.items():
         name, _, kind = key.rpartition(".")
         if kind.isdigit():
-            found[name.removesuffix(".rows")][int(kind) : int(kind) + len(values)] = values
+            result[name.removesuffix(".rows")][int(kind) : int(kind) + len(values)] = values
         elif kind == "values":
-            found[name].view(-1)[entries[f"{name}.indices"].long()] = values
-    return found
+            result[name].view(-1)[entries[f"{name}.indices"].long()] = values
+    return result
 
 
 def read_tensors(directory: Path) -> Tensors:
@@ -122,16 +122,16 @@ class Model:
         """Return random changes, and the checkpoint that they result in."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         tensors = self.tensors
-        found = []
+        changes = []
         for number, (kind, seed) in enumerate(steps):
             if kind == "reload":
                 tensors = self._drawn(seed)
-                found.append(WeightChange(str(write_checkpoint(folder / str(number), self.directory, tensors))))
+                changes.append(WeightChange(str(write_checkpoint(folder / str(number), self.directory, tensors))))
             else:
                 entries = random_patch(tensors, seed)
                 tensors = patched(tensors, entries)
-                found.append(WeightChange(patch=str(write_patch(folder / f"{number}.safetensors", entries))))
-        return tuple(found), write_checkpoint(folder / "result", self.directory, tensors)
+                changes.append(WeightChange(patch=str(write_patch(folder / f"{number}.safetensors", entries))))
+        return tuple(changes), write_checkpoint(folder / "result", self.directory, tensors)
 
     def _drawn(self, seed: int) -> Tensors:
         """Return tensors with this checkpoint's values in another order, with other signs."""
