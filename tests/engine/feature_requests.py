@@ -159,7 +159,7 @@ class RequestDraws:
                     request.todo.append((at + rng.choice((0, 0, 1, 5, 20)), Event.RESUME))
                 if event is Event.CANCEL:
                     break
-        request.todo.sort(key=lambda each: each[0])
+        request.todo.sort(key=lambda event: event[0])
         return request
 
     def _draw_prompt(self) -> list[int]:
@@ -177,7 +177,7 @@ class RequestDraws:
         if feature in (Feature.HOST, Feature.DISK):
             requests = requests[: 1 + len(requests) // 2]
         elif feature is Feature.REVOCATION:
-            requests = [each for each in requests if each.node == 0] or requests
+            requests = [request for request in requests if request.node == 0] or requests
         return self._rng.choice(requests)
 
     def _continued(self, earlier: Request) -> list[int]:

@@ -144,7 +144,7 @@ class FeatureWorld:
                 side.transfer(self._rng, self._slow)
             self._step += 1
             self.now += TICK
-            if all(self._has_ended(each) for each in requests) and all(side.at_rest for side in self.sides):
+            if all(self._has_ended(request) for request in requests) and all(side.at_rest for side in self.sides):
                 break
         else:
             raise AssertionError(f"requests do not end: {[side.node.scheduler.status() for side in self.sides]}")
@@ -218,7 +218,7 @@ class FeatureWorld:
         while reads.sent or any(call.events for call in reads.calls.values()):
             for sent in [reads.sent.pop(0) for _ in reads.sent[:]]:
                 call = sent.call
-                peer = next(each.prompts for each in self.sides if each.epoch == call.epoch)
+                peer = next(side.prompts for side in self.sides if side.epoch == call.epoch)
                 match sent.message:
                     case None:
                         peer.prefill(call)
@@ -244,8 +244,8 @@ class FeatureWorld:
             return
         side = self.sides[request.node]
         expected = side.reads.jobs[request.rid].expected
-        found = [side.node.tokens[request.rid, choice] for choice in range(request.sampling.n)]
-        assert found == expected, f"request {request.rid} is not served"
+        outputs = [side.node.tokens[request.rid, choice] for choice in range(request.sampling.n)]
+        assert outputs == expected, f"request {request.rid} is not served"
 
 
 def _seconds(plan: StepPlan) -> float:

@@ -368,8 +368,8 @@ class DecodeSide:
         first = -(-leased.num_tokens // size) - len(leased.block_ids)
         for index, block in enumerate(leased.block_ids, first):
             tokens = prompt[index * size : min(leased.num_tokens, (index + 1) * size)]
-            found = self.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
-            assert found == tokens, f"block {block} is leased to a peer without its KV"
+            cached = self.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
+            assert cached == tokens, f"block {block} is leased to a peer without its KV"
         if leased.last and self.node.scheduler.states.recurrent:
             end = handoff_position(len(prompt), self.jobs[leased.rid].sampling.n, size)
             state = self.node.runner.state_in(leased.state_slot)

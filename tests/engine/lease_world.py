@@ -270,8 +270,8 @@ class World:
             for block, start in call.announced:
                 assert block in leased, f"block {block} is not leased to D any more, which may read it"
                 tokens = call.job.handoff_tokens[start : start + BLOCK]
-                found = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
-                assert found == tokens, f"block {block} was changed while D may read it"
+                cached = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
+                assert cached == tokens, f"block {block} was changed while D may read it"
 
     def _check_quarantine(self) -> None:
         """Transfers in flight write only to blocks of their own request or to quarantined blocks."""

@@ -44,14 +44,14 @@ def test_without_a_connector_a_handoff_request_is_prefilled_locally() -> None:
     scheduler.submit(Submit(1, prompt, SamplingParams(max_tokens=1), Mode.HANDOFF))
     assert scheduler.status().backlog == 10
     plan = scheduler.plan()
-    assert [(each.num_tokens, each.num_samples) for each in plan.scheduled] == [(10, 1)]
+    assert [(item.num_tokens, item.num_samples) for item in plan.scheduled] == [(10, 1)]
 
 
 def load(node: Node, rid: int, num_tokens: int) -> None:
     """Reserve blocks for a prompt that a peer computes."""
     node.submit(rid, list(range(num_tokens)), SamplingParams(max_tokens=2), Mode.HANDOFF)
     reserved: list[EventBatch] = [node.step()]
-    assert [each.rid for each in reserved[0].reserved] == [rid]
+    assert [reservation.rid for reservation in reserved[0].reserved] == [rid]
 
 
 def test_loads_are_measured_as_the_cost_of_tokens() -> None:

@@ -133,7 +133,7 @@ def test_saved_and_lost_time_is_counted() -> None:
     now += 1.0
     rest(node)
     assert totals.disk_kv_lost_seconds > 0.5
-    assert [each.medium for each in reported[2:]] == [Medium.DISK, Medium.HOST]
+    assert [fetched.medium for fetched in reported[2:]] == [Medium.DISK, Medium.HOST]
     assert 0.0 < reported[2].expected < reported[2].computing < reported[2].seconds == pytest.approx(1.0)
     assert 0.0 < totals.disk_kv_expected_saved_seconds < 0.1
     node.close()
@@ -146,7 +146,7 @@ def test_prompts_with_one_prefix_wait_for_one_read() -> None:
     node.submit(8, [*words(1), 1, 2], SamplingParams(max_tokens=4), Mode.LOCAL)
     node.step()
     node.step()
-    assert [each.order_id for _, each in disk_of(node).orders.values() if each.work is DiskWork.READ] == [
+    assert [order.order_id for _, order in disk_of(node).orders.values() if order.work is DiskWork.READ] == [
         order.order_id
     ]
     rest(node)

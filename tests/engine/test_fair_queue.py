@@ -52,8 +52,8 @@ def test_levels_are_in_order_and_clients_are_first_in_first_out(
             queue.push(waiting[-1], value, waiting[-1].level)
         elif event == "serve" and waiting:
             item = serve(queue)
-            assert item.level == min(each.level for each in waiting)
-            line = [each for each in waiting if (each.client, each.level) == (item.client, item.level)]
+            assert item.level == min(other.level for other in waiting)
+            line = [other for other in waiting if (other.client, other.level) == (item.client, item.level)]
             assert line[0] is item
             waiting.remove(item)
         elif event == "remove" and waiting:

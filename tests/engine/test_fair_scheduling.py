@@ -17,7 +17,7 @@ QUIET = 2
 
 def finished_before(node: Node, rid: int) -> int:
     """Return how many choices ended before the first one of ``rid``."""
-    return [each for each, _ in node.finished].index(rid)
+    return [ended for ended, _ in node.finished].index(rid)
 
 
 @pytest.mark.parametrize("mode", [Mode.LOCAL, Mode.LEASE])

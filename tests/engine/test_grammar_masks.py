@@ -126,7 +126,7 @@ def test_grammars_give_the_text_of_added_tokens(notation: str) -> None:
             bits = int.from_bytes(matcher.mask(), "little")
             allowed = [token_id for token_id in range(config.vocab_size) if bits >> token_id & 1]
             assert not added.keys() & set(allowed), (text, written)
-            fitting = (each for each in allowed if goal.startswith(TOKENIZER.decode([*token_ids, each])))
+            fitting = (candidate for candidate in allowed if goal.startswith(TOKENIZER.decode([*token_ids, candidate])))
             token_ids.append(next(fitting))
             matcher.consume(token_ids[-1:])
 
@@ -182,8 +182,8 @@ def test_grammars_of_a_client_do_not_delay_those_of_another() -> None:
     for number in range(20):
         grammars.compile(chain(5000 + number), client=1)
     grammars.compile(quick, client=2)
-    found = [result.text for result in islice(compiled(grammars), 21)]
-    assert found.index(quick) <= 5
+    texts = [result.text for result in islice(compiled(grammars), 21)]
+    assert texts.index(quick) <= 5
 
 
 def test_masks_of_a_slow_grammar_do_not_delay_others() -> None:

@@ -322,7 +322,7 @@ def test_last_chunk_of_a_peers_prompt_is_reported_before_its_step_has_ended(dept
         batch = node.step()
         reported += batch.last_chunks
         batches += bool(reported)
-    assert [each.rid for each in reported] == [0]
+    assert [chunk.rid for chunk in reported] == [0]
     assert batches >= 1
     node.close()
 
@@ -350,11 +350,11 @@ def test_no_limit_is_above_the_target_and_prompts_always_advance(
         meter.add_step(count, 2000, 56e-3 + count * 20e-6)
     rule = ItlTarget(meter, target, stages=1, block_size=16, first_chunk=256, idle_step=6e-3)
     prompt = long_prompt()
-    found = rule.budget(decoding=decoding, waited=waited, arrival_in=arrival_in)
+    limited = rule.budget(decoding=decoding, waited=waited, arrival_in=arrival_in)
     free = rule.budget(decoding=decoding)
-    assert found is not None
+    assert limited is not None
     assert free is not None
-    tokens = found.room(prompt)
+    tokens = limited.room(prompt)
     most = free.room(prompt)
     assert 16 <= tokens <= most
     decode = meter.decode.at(decoding)

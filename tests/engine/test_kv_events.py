@@ -143,7 +143,7 @@ def test_cache_is_rebuilt_after_ten_thousand_operations_with_losses(
     assert reader.copy.num_unreachable == 0 or len(windows) > 1, "blocks of a window may outlive those before them"
     assert reader.copy.hashes_of_tokens(BLOCK) <= set(operations.pool._key_of.values())
     assert len(reader.copy.hashes_of_tokens(BLOCK)) == len(cached) - reader.copy.num_unreachable
-    assert {(known.kind, known.window) for known in reader.copy.blocks.values()} == set(kinds)
+    assert {(block.kind, block.window) for block in reader.copy.blocks.values()} == set(kinds)
     late = read(publisher)
     late.replay(0)
     assert late.copy.blocks == reader.copy.blocks
@@ -169,12 +169,12 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
         for _ in range(chance.randint(1, 30)):
             for taken in (*node.step().cache_changes, *recorder.take()):  # take(): steps without other events
                 copy.take_all(log.add(taken))
-            cached = {(0, short_hash(each)) for _, each in node.scheduler.pool._key_of.values()}
-            cached |= {(1, short_hash(each)) for _, each in states.pool._key_of.values()}
+            cached = {(0, short_hash(key)) for _, key in node.scheduler.pool._key_of.values()}
+            cached |= {(1, short_hash(key)) for _, key in states.pool._key_of.values()}
             assert copy.blocks.keys() == cached
             most = max(most, len(states.pool._key_of))
     assert most > 3
-    assert {(known.kind, known.window) for known in copy.blocks.values()} == {FULL, SNAPSHOT}
+    assert {(block.kind, block.window) for block in copy.blocks.values()} == {FULL, SNAPSHOT}
     while not node.engine.idle:
         node.step()
     node.scheduler.forget_cached()
@@ -202,7 +202,7 @@ def test_replay_of_batches_that_are_no_longer_kept_is_a_snapshot() -> None:
     copy = CacheCopy()
     copy.take(number, payload)
     assert number == 3
-    assert {(known.prefix or [0])[-1] for known in copy.blocks.values()} == {1, 2, 3}
+    assert {(block.prefix or [0])[-1] for block in copy.blocks.values()} == {1, 2, 3}
     assert copy.groups_with([1] * BLOCK + [2] * BLOCK) == {0}, "the block before comes first, though it is stored anew"
 
 
@@ -259,9 +259,9 @@ def test_snapshot_is_used_again_while_the_batches_after_it_are_kept() -> None:
         log.add(changes(stored(number)))
     (snapshot,) = log.replay(0)
     log.add(changes(stored(6)))
-    found = list(log.replay(0))
-    assert found[0] == snapshot
-    reader.take_all(found)
+    batches = list(log.replay(0))
+    assert batches[0] == snapshot
+    reader.take_all(batches)
     assert len(reader.blocks) == 6
     for number in range(7, 10):
         log.add(changes(stored(number)))

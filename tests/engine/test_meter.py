@@ -165,9 +165,9 @@ def test_prompt_share_follows_the_last_seconds() -> None:
         for _ in range(100):
             now += 0.1
             prompt_seconds += 0.1 * rate
-            found = share.update(prompt_seconds, now)
-        assert found == pytest.approx(rate, abs=0.02)
-        assert share.update(prompt_seconds, now) == found, "no time has passed"
+            reported = share.update(prompt_seconds, now)
+        assert reported == pytest.approx(rate, abs=0.02)
+        assert share.update(prompt_seconds, now) == reported, "no time has passed"
     assert share.update(prompt_seconds + 1e6, now + 1e-3) == 1.0
 
 

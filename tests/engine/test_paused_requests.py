@@ -187,7 +187,7 @@ def test_request_paused_during_its_handoff(make: Make) -> None:
     node.obey(Pause(0))
     assert not node.step().reserved
     node.obey(Resume(0))
-    assert [each.rid for each in node.step().reserved] == [0]
+    assert [reservation.rid for reservation in node.step().reserved] == [0]
     node.obey(Pause(0))
     node.obey(PrefillLocally(0))
     node.run()

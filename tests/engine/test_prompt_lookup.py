@@ -56,9 +56,9 @@ def test_most_suffixes_of_a_long_text_are_found() -> None:
     rng = random.Random(1)
     text = rng.choices(range(150_000), k=20_000)
     lookup = PromptLookup()
-    found = 0
+    num_right = 0
     for _ in range(200):
         start = rng.randrange(19_000)
         text += [rng.randrange(150_000), *text[start : start + 8]]
-        found += lookup.propose(array("I", text), 3) == tuple(text[start + 8 : start + 11])
-    assert found > 150
+        num_right += lookup.propose(array("I", text), 3) == tuple(text[start + 8 : start + 11])
+    assert num_right > 150

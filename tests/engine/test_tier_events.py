@@ -144,7 +144,7 @@ class World:
 
     def held(self) -> dict[str, Keys]:
         """Return what the node has, by medium: group and number of each block."""
-        found: dict[str, Keys] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        keys_of: dict[str, Keys] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
         disk = self.tier.source
         for of_states, area in enumerate(self.tier.areas):
             indexed = disk._parts[area].index if isinstance(disk, DiskTier) else None
@@ -154,8 +154,10 @@ class World:
                 "STORAGE": () if indexed is None else (*indexed._found, *indexed._before),
             }
             for medium, keys in parts.items():
-                found[medium] |= {(group or of_states * self.num_groups, short_hash(each)) for group, each in keys}
-        return found
+                keys_of[medium] |= {
+                    (group or of_states * self.num_groups, short_hash(block_hash)) for group, block_hash in keys
+                }
+        return keys_of
 
     def late_reader(self) -> CacheCopy:
         """Return what a new reader has after a replay of all, whose first batches are no longer kept."""

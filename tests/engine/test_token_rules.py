@@ -30,13 +30,13 @@ def plain_end_of_thinking(sampling: SamplingParams, output: list[int]) -> int | 
     end = list(sampling.thinking_end_ids)
     begun = 0
     if start:
-        found = [at + len(start) for at in range(len(output)) if output[at : at + len(start)] == start]
-        if not found:
+        starts = [at + len(start) for at in range(len(output)) if output[at : at + len(start)] == start]
+        if not starts:
             return None
-        begun = found[0]
+        begun = starts[0]
     thought = output[begun:]
     ends = [end, *map(list, sampling.thinking_call_ids)]
-    if any(thought[at : at + len(each)] == each for each in ends for at in range(len(thought))):
+    if any(thought[at : at + len(end_ids)] == end_ids for end_ids in ends for at in range(len(thought))):
         return None
     beyond = len(thought) - sampling.thinking_token_budget
     return end[beyond] if beyond >= 0 else None
@@ -100,12 +100,12 @@ def test_end_of_reasoning_waits_for_the_rest_of_a_character() -> None:
     sampling = SamplingParams(max_tokens=9, bad_words=((8,),), thinking_token_budget=1, thinking_end_ids=(6, 6, 7))
     rules = ChoiceRules(TokenRules(sampling, VOCAB))
     tokens = array("I", [1])
-    found = []
+    masks = []
     for token in (9, 9, 9, 9, 6, 6, 7):
         tokens.append(token)
-        found.append([allowed(mask) for mask in rules.masks(tokens, 1, frozenset())])
+        masks.append([allowed(mask) for mask in rules.masks(tokens, 1, frozenset())])
     rest = set(range(VOCAB)) - {8}
-    assert found == [*3 * [[{6}, rest]], [{6}], [{6}], [{7}], [rest]]
+    assert masks == [*3 * [[{6}, rest]], [{6}], [{6}], [{7}], [rest]]
 
 
 def test_rules_that_do_not_depend_on_the_output_keep_steps_in_flight() -> None:

@@ -33,7 +33,7 @@ def test_order_is_priority_then_deque_order(events: list[tuple[str, int]]) -> No
             new = sequence(number, value)
             getattr(queue, event)(new)
             model.insert(len(model) if event == "append" else 0, new)
-            model.sort(key=lambda each: each.request.priority)
+            model.sort(key=lambda waiting: waiting.request.priority)
         elif model:
             gone = model.pop(0 if event == "take" else value % len(model))
             assert queue.head is gone or event == "remove"

@@ -37,8 +37,8 @@ def message(
 
 def receive(messages: Iterator[pb.OfferedWeights]) -> ReceivedOffer:
     offer = ReceivedOffer("peer:1", SIZES)
-    for each in messages:
-        offer.add(each)
+    for offered in messages:
+        offer.add(offered)
     return offer
 
 
@@ -108,9 +108,9 @@ def test_reads_of_an_accepted_offer_fill_a_tensor_exactly(parts: list[pb.Offered
             offer.add(message(part, agent=f"r{number}"))
         except PeerError:
             return
-    for name, found in find_tensors(offer.peer()).items():
+    for name, tensor_parts in find_tensors(offer.peer()).items():
         at = 0
-        for read in cover(found, *SIZES[name]):
+        for read in cover(tensor_parts, *SIZES[name]):
             assert read.offset == at
             at += read.part.num_bytes
         assert at in (0, SIZES[name].num_bytes)

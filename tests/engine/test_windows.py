@@ -101,13 +101,13 @@ def test_match_is_the_longest_prefix_that_every_group_has(
         )
 
     longest = max(count for count in range(num_blocks + 1) if has(count))
-    found = pool.match(iter(hashes))
-    assert len(found) == longest * len(windows)
+    blocks = pool.match(iter(hashes))
+    assert len(blocks) == longest * len(windows)
     for index in range(longest):
         for group, window in enumerate(windows):
             seen = index >= first_seen(longest * BLOCK, window, BLOCK)
             expected = cached[index, group] if seen else NULL_BLOCK
-            assert found[index * len(windows) + group] == expected
+            assert blocks[index * len(windows) + group] == expected
 
 
 def test_routers_are_told_of_the_blocks_of_the_first_group_only() -> None:

@@ -307,12 +307,12 @@ class ToyRunner:
                 counts.append(len(tokens))
                 token_ids += tokens
                 continue
-            snapshots = [each for each in step.state_snapshots if each.seq == state.seq]
-            assert all(0 < each.num_tokens < work.num_tokens for each in snapshots)
+            snapshots = [snapshot for snapshot in step.state_snapshots if snapshot.seq == state.seq]
+            assert all(0 < snapshot.num_tokens < work.num_tokens for snapshot in snapshots)
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
-                for each in snapshots:
-                    if position == state.num_computed + each.num_tokens:
-                        self.slots[each.slot] = self.slots[state.slot]
+                for snapshot in snapshots:
+                    if position == state.num_computed + snapshot.num_tokens:
+                        self.slots[snapshot.slot] = self.slots[state.slot]
                 self._write(state, position, state.token_ids[position])
                 self._check_windows(state, position)
                 self._advance(state, state.token_ids[position])
@@ -420,8 +420,8 @@ class ToyRunner:
         assert not drawn & {item.seq for item in plan.scheduled}, "a step continues from a token that has not arrived"
         for index, item in enumerate(plan.scheduled if self.max_in_flight == self.stages else ()):
             state = self._states[item.seq]
-            known = 1 if index < plan.num_decodes else item.num_tokens
-            assert state.num_launched + known <= len(state.token_ids), "a token is not on the host yet"
+            num_known = 1 if index < plan.num_decodes else item.num_tokens
+            assert state.num_launched + num_known <= len(state.token_ids), "a token is not on the host yet"
 
     def _verify(self, state: _State, work: _Work) -> list[int]:
         """Compute the newest token and drafts. Return the accepted drafts, and the token after them."""
@@ -502,8 +502,8 @@ class ToyRunner:
         for group, window in enumerate(self._windows):
             if window is not None:
                 for seen in range(max(0, position - window + 1), position):
-                    found = self._slot(state, seen, group).tolist()
-                    assert found == [self._written(state.token_ids[seen]), seen], (seen, position, group)
+                    cached = self._slot(state, seen, group).tolist()
+                    assert cached == [self._written(state.token_ids[seen]), seen], (seen, position, group)
 
     def _read_by(self, state: _State) -> set[int]:
         """Return the blocks that the next steps of a sequence may read."""

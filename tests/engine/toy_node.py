@@ -203,9 +203,9 @@ class Node:
 
     @property
     def peers(self) -> ConnectedPeers:
-        found = self.scheduler.connector.peers
-        assert isinstance(found, ConnectedPeers)
-        return found
+        peers = self.scheduler.connector.peers
+        assert isinstance(peers, ConnectedPeers)
+        return peers
 
     def submit(
         self,
@@ -287,12 +287,12 @@ class Node:
     def kv_of(self, parts: Sequence[Leased]) -> list[int]:
         """Return the tokens in the blocks of a lease, which have one KV cache group."""
         cache = self.runner.cache
-        found = list[int]()
+        tokens = list[int]()
         for part in parts:
             for block in part.block_ids:
-                found += cache[block, 0, 0, 0, :, 0].tolist()
-            del found[len(found) - -part.num_tokens % BLOCK :]
-        return found
+                tokens += cache[block, 0, 0, 0, :, 0].tolist()
+            del tokens[len(tokens) - -part.num_tokens % BLOCK :]
+        return tokens
 
     def _add_leased(self, rid: int, blocks: tuple[int, ...], unused: int = 0) -> None:
         """Note leased blocks; the last one of each group has ``unused`` slots at its end."""
@@ -351,7 +351,7 @@ def _joined(parts: Sequence[OutputTokens]) -> OutputTokens:
         choices,
         token_ids,
         {index: reason for index, reason in enumerate(finish) if reason is not None},
-        {index: found for index, found in enumerate(logprobs) if found is not None},
+        {index: token_logprobs for index, token_logprobs in enumerate(logprobs) if token_logprobs is not None},
     )
 
 
