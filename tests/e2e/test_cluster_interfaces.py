@@ -83,7 +83,7 @@ def test_kv_events_of_p_and_d_have_the_blocks_of_a_request_once(cluster: Cluster
         numbers = reader.replay(0)
         assert numbers == list(range(len(numbers)))
         blocks[node.name] = len(reader.copy.blocks)
-        assert {known.kind for known in reader.copy.blocks.values()} <= {"full_attention"}
+        assert {block.kind for block in reader.copy.blocks.values()} <= {"full_attention"}
         for end in range(BLOCK, BLOCK * blocks[node.name] + 1, BLOCK):
             assert reader.copy.groups_with([*tokens, *output][:end]) == {0}
         reader.close()
@@ -208,5 +208,5 @@ def test_kv_events_of_a_node_with_several_ranks_come_once(tmp_path: Path) -> Non
         reader = EventReader(*endpoints)
         reader.replay(0)
         reader.close()
-    known = sorted(block.prefix or () for block in reader.copy.blocks.values())
-    assert known == [tuple(tokens[: BLOCK * count]) for count in range(1, 5)]
+    prefixes = sorted(block.prefix or () for block in reader.copy.blocks.values())
+    assert prefixes == [tuple(tokens[: BLOCK * count]) for count in range(1, 5)]

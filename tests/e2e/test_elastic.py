@@ -260,12 +260,12 @@ def test_a_killed_node_costs_no_answer_and_a_drained_one_no_failure(model: Path,
             running = [pool.submit(fleet.complete, prompt, 100, cache_salt="killed") for prompt in prompts]
             fleet.wait_until(lambda: first.status().running > 0 or running[0].done(), PATIENCE)
             first.kill()
-            assert [each.result() for each in running] == expected
+            assert [future.result() for future in running] == expected
             first.restart()
             fleet.wait_until(lambda: nodes_ready(fleet) == 2, PATIENCE)
             running = [pool.submit(fleet.complete, prompt, 100, cache_salt="drained") for prompt in prompts]
             second.signal(signal.SIGTERM)
-            assert [each.result() for each in running] == expected
+            assert [future.result() for future in running] == expected
         second.wait_ended(30.0)
         assert second.child.process.returncode == 0, second.output
         first.wait_idle()

@@ -105,7 +105,7 @@ def flags_of(split: str) -> list[str]:
 def send_all(address: str, peer: str, salt: str) -> list[Generated]:
     """Send all requests at once and return their outputs."""
     with RouterClient(address) as client:
-        results = [client.send(each.prompt, each.sampling, peer, cache_salt=salt) for each in REQUESTS]
+        results = [client.send(request.prompt, request.sampling, peer, cache_salt=salt) for request in REQUESTS]
         return [result.wait(ANSWER_SECONDS) for result in results]
 
 

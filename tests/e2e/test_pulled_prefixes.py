@@ -139,13 +139,13 @@ def test_p_pulls_the_history_from_d_and_from_another_p(
     cached = full_blocks(len(before) - 1)
     turn = before + new_prompt(40, 2)
     named = {"prefix_tokens": cached}
-    found = router.generate(turn, greedy(ANSWER), id_of(first), prefix_node=id_of(decode), **named)
-    assert found.tokens == expected(turn)
-    assert found.cached_tokens == first.counter("pulled_tokens") == cached
+    answer = router.generate(turn, greedy(ANSWER), id_of(first), prefix_node=id_of(decode), **named)
+    assert answer.tokens == expected(turn)
+    assert answer.cached_tokens == first.counter("pulled_tokens") == cached
     other = before + new_prompt(40, 3)
-    found = router.generate(other, greedy(ANSWER), id_of(second), prefix_node=id_of(first), **named)
-    assert found.tokens == expected(other)
-    assert found.cached_tokens == second.counter("pulled_tokens") == cached
+    answer = router.generate(other, greedy(ANSWER), id_of(second), prefix_node=id_of(first), **named)
+    assert answer.tokens == expected(other)
+    assert answer.cached_tokens == second.counter("pulled_tokens") == cached
     assert decode.counter("pulled_tokens") == decode.counter("handoff_failures") == 0
     assert [node.counter("pull_failures") for node in fleet.nodes] == [0, 0, 0]
 
@@ -188,8 +188,8 @@ def test_d_pulls_the_prefix_of_a_new_prompt(
     prompt = new_prompt(600, 4)
     serve_at(first, prompt)
     turn = prompt + new_prompt(40, 5)
-    found = router.generate(turn, greedy(ANSWER), id_of(first), pull=True, prefix_tokens=cached)
-    assert found.tokens == expected(turn)
+    answer = router.generate(turn, greedy(ANSWER), id_of(first), pull=True, prefix_tokens=cached)
+    assert answer.tokens == expected(turn)
     assert decode.counter("pulled_tokens") == pulled + cached
 
 
@@ -212,9 +212,9 @@ def test_a_source_that_is_not_connected_costs_nothing(
 ) -> None:
     turn = new_prompt(100, 8)
     peer = id_of(fleet.prefill[0])
-    found = router.generate(turn, greedy(ANSWER), peer, prefix_node="unknown", prefix_tokens=96)
-    assert found.tokens == expected(turn)
-    assert found.cached_tokens == 0
+    answer = router.generate(turn, greedy(ANSWER), peer, prefix_node="unknown", prefix_tokens=96)
+    assert answer.tokens == expected(turn)
+    assert answer.cached_tokens == 0
 
 
 def test_decode_node_computes_no_prompts_for_peers(fleet: Fleet) -> None:
@@ -430,11 +430,11 @@ def test_answer_after_a_pull_is_that_of_the_model(real: Real, reader: str, split
     with RouterClient(real.decode.address) as router, real.switch(*["split"] * split):
         turn, cached = real.turn(router, 10 + 2 * split + 4 * (reader == "D"), "D" if reader == "P" else "P")
         named = {"pull": True} if reader == "D" else {"prefix_node": id_of(real.decode)}
-        found = router.generate(turn, greedy(ANSWER), id_of(real.prefill), prefix_tokens=cached, **named)
-        real.check(found.tokens, turn)
+        answer = router.generate(turn, greedy(ANSWER), id_of(real.prefill), prefix_tokens=cached, **named)
+        real.check(answer.tokens, turn)
     computed = full_blocks(cached // 2) if split else 0
     assert change(node, NAMES, before) == [cached - computed, computed]
-    assert found.cached_tokens == cached - computed
+    assert answer.cached_tokens == cached - computed
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
         turn, cached = real.turn(router, seed, "P")
         request = {"pull": True, "prefix_tokens": cached}
         if fault == "byte flipped":
-            found = router.generate(turn, greedy(ANSWER), id_of(source), **request)
+            answer = router.generate(turn, greedy(ANSWER), id_of(source), **request)
         else:
             running = router.send(turn, greedy(ANSWER), id_of(source), **request)
             real.fleet.wait_until(lambda: real.decode.status().reading > 0 and source.status().leased_blocks > 0, 10.0)
@@ -459,11 +459,11 @@ def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
             if fault == "source killed":
                 source.wait_ended(5.0)
             real.release_reads()
-            found = running.wait()
+            answer = running.wait()
         if fault == "source stopped":
             source.resume("node")
         elif fault == "source killed":
             source.restart()
         wait_connected(real.fleet)
-        real.check(found.tokens, turn)
+        real.check(answer.tokens, turn)
     assert change(real.decode, names, before) == [0, 0, fault == "byte flipped"]

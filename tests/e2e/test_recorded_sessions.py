@@ -76,8 +76,8 @@ def connected(fleet: Fleet) -> httpx.Client:
 def disconnected(fleet: Fleet) -> float:
     """Return the number of requests whose client went away."""
     samples = [sample for metric in scrape(f"{fleet.url}/metrics") for sample in metric.samples]
-    found = [sample for sample in samples if sample.name == "pdserve_requests_total"]
-    return sum(sample.value for sample in found if sample.labels["outcome"] == "disconnected")
+    series = [sample for sample in samples if sample.name == "pdserve_requests_total"]
+    return sum(sample.value for sample in series if sample.labels["outcome"] == "disconnected")
 
 
 def comparable(answer: Answer) -> tuple[object, ...]:
@@ -184,11 +184,11 @@ def decoding(fleet: Fleet) -> NodeProcess:
     """Return the decode node of the only request."""
     busy: list[NodeProcess] = []
 
-    def found() -> bool:
+    def is_decoding() -> bool:
         busy.extend(node for node in fleet.decode if node.status().running)
         return bool(busy)
 
-    fleet.wait_until(found, 10.0)
+    fleet.wait_until(is_decoding, 10.0)
     return busy[0]
 
 

@@ -51,7 +51,9 @@ def check_pauses(served: Served, lengths: Sequence[int], output: int = 250) -> N
     prompts = [random_prompt(900 + length, length) for length in lengths]
     fields = {"max_tokens": output, "logprobs": 20, "temperature": 0.0, "return_token_ids": True}
     with ExitStack() as stack:
-        clients = [stack.enter_context(send_unread(served.fleet.url, {"prompt": each, **fields})) for each in prompts]
+        clients = [
+            stack.enter_context(send_unread(served.fleet.url, {"prompt": prompt, **fields})) for prompt in prompts
+        ]
         served.fleet.wait_until(lambda: node.status().paused == len(prompts), 60.0)
         for prompt, client in zip(prompts, clients, strict=True):
             tokens = read_tokens(client)

@@ -109,9 +109,9 @@ def test_client_that_reads_late_gets_the_same_answer(
 ) -> None:
     body = request_body(kind)
     expected = unhindered_answer(kind)
-    found = asyncio.run(read_after(lambda: fleet.wait_until(lambda: paused(fleet) > 0, 30.0), fleet.url, body))
-    assert found.num_tokens == expected.num_tokens > 1000
-    assert found.matches(expected)
+    answer = asyncio.run(read_after(lambda: fleet.wait_until(lambda: paused(fleet) > 0, 30.0), fleet.url, body))
+    assert answer.num_tokens == expected.num_tokens > 1000
+    assert answer.matches(expected)
 
 
 @pytest.mark.slow

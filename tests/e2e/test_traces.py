@@ -125,17 +125,17 @@ def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) 
     assert attributes["gen_ai.usage.output_tokens"] == 8
     assert attributes["http.response.status_code"] == 200
     assert handoff.attributes["pdserve.prefill_node"] == fleet.prefill[0].address
-    known = sum((root.child(name).end - root.child(name).start) / 1e9 for name in ("prepare", "admission"))
-    assert known + (first - at_d.start) / 1e9 < attributes["gen_ai.response.time_to_first_chunk"]
+    seconds_before = sum((root.child(name).end - root.child(name).start) / 1e9 for name in ("prepare", "admission"))
+    assert seconds_before + (first - at_d.start) / 1e9 < attributes["gen_ai.response.time_to_first_chunk"]
 
 
 def test_ttft_parts_are_a_histogram(fleet: Fleet, collector: Collector) -> None:
     def totals() -> dict[str, float]:
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for node in fleet.decode:
             for name, value in node.status().counters.items():
-                found[name] = found.get(name, 0.0) + value
-        return found
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     before = totals()
     root = collector.wait(send(fleet, body_of(LONG), traced("1" * 32)), "decode node")
@@ -245,8 +245,8 @@ def test_failed_handoff_is_a_separate_trace_part(fleet: Fleet, collector: Collec
 
 
 def running(fleet: Fleet) -> NodeProcess:
-    (found,) = (node for node in fleet.decode if node.status().running)
-    return found
+    (node,) = (node for node in fleet.decode if node.status().running)
+    return node
 
 
 def test_unreachable_collector_is_logged_once_and_blocks_nothing(model: Path) -> None:

@@ -37,7 +37,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(each, marks=[] if each in EVERYDAY else pytest.mark.slow) for each in FAMILIES]
+    "model_type", [pytest.param(family, marks=[] if family in EVERYDAY else pytest.mark.slow) for family in FAMILIES]
 )
 def test_tokens_are_exact_through_a_handoff(model_type: str, tmp_path: Path) -> None:
     """Prompts around block and step sizes, together and again from the prefix caches.

@@ -75,8 +75,8 @@ def test_tokens_through_a_handoff_equal_transformers(family: str, place: Place, 
     expected = [reference_greedy(reference, prompt, place.output) for prompt in place.prompts]
     with started(place, directory) as fleet, RouterClient(fleet.decode[0].address) as client:
         for _ in range(2):
-            sent = [client.send(each, greedy(place.output), fleet.prefill[0].address) for each in place.prompts]
-            assert [each.wait(ANSWER).tokens for each in sent] == expected
+            sent = [client.send(prompt, greedy(place.output), fleet.prefill[0].address) for prompt in place.prompts]
+            assert [request.wait(ANSWER).tokens for request in sent] == expected
         decode = fleet.decode[0]
         assert decode.counter("handoffs") == 2 * len(expected)
         assert decode.counter("handoff_failures") == 0

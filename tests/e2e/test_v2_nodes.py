@@ -105,7 +105,7 @@ def while_the_last_step_is_in_flight(nodes: Nodes) -> Callable[[Generated], bool
 @pytest.mark.parametrize(
     "moment",
     [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (at_once, while_p_computes, at_the_first_token)),
+        *(pytest.param(moment, marks=pytest.mark.slow) for moment in (at_once, while_p_computes, at_the_first_token)),
         while_the_last_step_is_in_flight,
     ],
 )
@@ -161,11 +161,11 @@ def test_disconnects_under_load_leave_nothing_behind(nodes: Nodes) -> None:
     peer = nodes.prefill.address
     with ThreadPoolExecutor(3) as pool, RouterClient(address) as client:
         leaving = [pool.submit(disconnect_early, address, peer, seed) for seed in range(90)]
-        while not all(each.done() for each in leaving):
+        while not all(future.done() for future in leaving):
             prompt = new_prompt(40)
             assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
-        for each in leaving:
-            each.result()
+        for future in leaving:
+            future.result()
     nodes.wait_idle()
     prompt = new_prompt(40)
     with RouterClient(address) as client:

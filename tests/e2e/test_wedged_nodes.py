@@ -44,7 +44,7 @@ class Wedged:
     node: NodeProcess
     wedge: Callable[[], None]
     free: Callable[[], None]
-    known: Callable[[], bool]
+    is_known: Callable[[], bool]
 
 
 def total(fleet: Fleet, counter: str) -> float:
@@ -65,7 +65,7 @@ def check_requests_leave(fleet: Fleet, wedged: Wedged, load: Load) -> None:
     assert time.monotonic() - began < patience(LOAD + GO_ON + NOISE)
     assert not load.failures, load.failures[0]
     assert load.outcomes["exact"] > 16
-    assert wedged.known()
+    assert wedged.is_known()
     assert wedged.role == "decode" or total(fleet, "handoff_failures") > failed, "it had handoffs in flight"
 
 
@@ -81,7 +81,7 @@ def check_new_requests_avoid(fleet: Fleet, wedged: Wedged, load: Load) -> None:
     handoffs = total(fleet, "handoffs")
     answers = load.outcomes["exact"]
     asyncio.run(load.run(fleet.url, clients=4, seconds=1.0, seed=7))
-    assert wedged.known()
+    assert wedged.is_known()
     assert load.outcomes["exact"] > answers
     assert attempts() == before
     assert total(fleet, "handoffs") > handoffs, "the other prefill node computes the prompts"
@@ -89,7 +89,7 @@ def check_new_requests_avoid(fleet: Fleet, wedged: Wedged, load: Load) -> None:
 
 def check_used_again(fleet: Fleet, wedged: Wedged, load: Load) -> None:
     """Prompts and requests from before do not count: they have left."""
-    fleet.wait_until(lambda: not wedged.known(), 20.0)
+    fleet.wait_until(lambda: not wedged.is_known(), 20.0)
     wedged.node.wait_idle(30.0)
     name = "decode_requests" if wedged.role == "decode" else "leases_granted"
     before = wedged.node.counter(name)
@@ -150,11 +150,11 @@ def test_requests_leave_a_node_whose_step_does_not_end(endless: EndlessFleet, ro
     trigger = endless.triggers[role]
     node = (fleet.decode if role == "decode" else fleet.prefill)[0]
 
-    def known() -> bool:
+    def is_known() -> bool:
         description = node.describe()
         return description.stalled or description.state == "stuck"
 
-    check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, known))
+    check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, is_known))
 
 
 @pytest.mark.parametrize("where", [".between", pytest.param("", marks=pytest.mark.slow)])
@@ -192,6 +192,6 @@ def test_requests_leave_a_node_whose_engine_or_rank_is_stopped(real_fleet: Fleet
         node,
         wedge=lambda: node.stop(part),
         free=lambda: node.resume(part),
-        known=lambda: node.describe().state == "stuck",
+        is_known=lambda: node.describe().state == "stuck",
     )
     check_wedged_node(real_fleet, wedged)
