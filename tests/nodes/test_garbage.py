@@ -312,7 +312,7 @@ def test_logprobs_that_lie_are_not_passed_on(lie: pb.TokenLogprobs, pair: Pair) 
         salt = pair.new_salt(client)
         answer = client.generate(PROMPT, sampling, pair.prefill.address, cache_salt=salt)
     assert answer.tokens == pair.expected
-    assert [len(each.top_ids) for each in answer.logprobs[0]] == [1] * pair.num_tokens
+    assert [len(logprobs.top_ids) for logprobs in answer.logprobs[0]] == [1] * pair.num_tokens
     assert lie not in answer.logprobs[0]
     assert pair.decode.counter("handoff_failures") == failures + 1
 

@@ -202,12 +202,12 @@ def test_streams_opened_in_spite_of_the_limit_are_refused(fleet: Fleet) -> None:
 
 def test_scraper_is_served_beside_idle_connections_at_the_metrics_port(fleet: Fleet) -> None:
     for node in (*fleet.prefill, *fleet.decode):
-        found = re.search(r"metrics at http://(\S+)/metrics", node.output)
-        assert found is not None
+        match = re.search(r"metrics at http://(\S+)/metrics", node.output)
+        assert match is not None
         with ExitStack() as stack:
             for number in range(2 * FILES):
-                stack.enter_context(connect(found[1])).sendall(b"GET /met"[: number % 9])
+                stack.enter_context(connect(match[1])).sendall(b"GET /met"[: number % 9])
             for _ in range(5):
-                with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=patience(20)) as response:
+                with urllib.request.urlopen(f"http://{match[1]}/metrics", timeout=patience(20)) as response:
                     assert b"pdserve_kv_blocks" in response.read()
             assert accepts(node)

@@ -48,7 +48,7 @@ def write_embedder(directory: Path, mode: str, family: str = "qwen3") -> Path:
     ]
     (directory / "modules.json").write_text(json.dumps(listed))
     (directory / "1_Pooling").mkdir()
-    flags = {f"pooling_mode_{each}": each == mode for each in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    flags = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
     (directory / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 64, **flags}))
     return directory
 
@@ -84,8 +84,8 @@ def write_reranker(directory: Path) -> Path:
 def hidden_states(directory: Path, prompt: Sequence[int]) -> torch.Tensor:
     model: Any = transformers.AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
-    return found
+        states: torch.Tensor = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+    return states
 
 
 def expected_vector(kind: str, directory: Path, prompt: Sequence[int]) -> NDArray[np.float32]:

@@ -37,11 +37,11 @@ def prompt_of(length: int) -> list[int]:
 
 
 def choices(tokens: dict[int, list[int]]) -> list[pb.ResumedChoice]:
-    return [pb.ResumedChoice(choice=choice, token_ids=pack_tokens(each)) for choice, each in tokens.items()]
+    return [pb.ResumedChoice(choice=choice, token_ids=pack_tokens(token_ids)) for choice, token_ids in tokens.items()]
 
 
 def logprobs_of(result: Generated, choice: int) -> list[float]:
-    return [each.logprob for each in result.logprobs.get(choice, [])]
+    return [token.logprob for token in result.logprobs.get(choice, [])]
 
 
 @pytest.mark.parametrize("kind", KINDS)

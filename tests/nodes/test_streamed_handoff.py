@@ -105,10 +105,10 @@ def test_parts_are_announced_in_order(pair: Pair) -> None:
     with PrefillClient(pair.prefill.address) as client:
         prefill = client.send(request)
         _, *parts, first, last = prefill.all()
-        assert [each.HasField("last_chunk") for each in parts].count(True) == 1, (
+        assert [part.HasField("last_chunk") for part in parts].count(True) == 1, (
             "before the step with the last part ends"
         )
-        parts = [*(each for each in parts if not each.HasField("last_chunk")), last]
+        parts = [*(part for part in parts if not part.HasField("last_chunk")), last]
         kinds = [kind for message in client.messages for kind in message]
         at = kinds.index("first_tokens")
         assert kinds[at : at + 3] == ["first_tokens", "kv_ready", "finished"]
@@ -218,8 +218,8 @@ def test_tokens_decoded_ahead_arrive_before_the_kv(ended: str, pair: Pair) -> No
 
         pair.proxy.before_release = hold
         assert result.wait().tokens == expected.tokens
-    assert [each.logprob for each in result.logprobs[0]] == pytest.approx(
-        [each.logprob for each in expected.logprobs[0]], abs=1e-4
+    assert [token.logprob for token in result.logprobs[0]] == pytest.approx(
+        [token.logprob for token in expected.logprobs[0]], abs=1e-4
     )
     assert pair.decode.counter("handoff_ahead_tokens") == before[0] + DECODE_AHEAD
     assert pair.decode.counter("handoff_recomputes") == before[1] + (ended == "refused")
