@@ -256,7 +256,7 @@ def shown(page: Page, text: str) -> str:
       for (const button of target.querySelectorAll('button')) button.remove();
       return target.innerHTML;
     }"""
-    return re.sub(r">\n+|\n+<", lambda found: found[0].strip("\n"), str(page.evaluate(script, text)))
+    return re.sub(r">\n+|\n+<", lambda match: match[0].strip("\n"), str(page.evaluate(script, text)))
 
 
 def store_answer(page: Page, text: str, stats: dict[str, Any] | None = None) -> None:

@@ -226,8 +226,8 @@ class Network:
 
 def first_process(program: subprocess.Popen[bytes]) -> psutil.Process:
     """Return a started program: the first process of its PID namespace, and the child of ``unshare``."""
-    (found,) = psutil.Process(program.pid).children()
-    return found
+    (child,) = psutil.Process(program.pid).children()
+    return child
 
 
 def _remove_stale_namespaces() -> None:

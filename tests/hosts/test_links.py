@@ -24,12 +24,12 @@ HOSTS = {"router": "router", "D": "decode", "P": "prefill"}
 def hosts_of(cluster: Cluster, role: str) -> list[str]:
     """Return the host names of a role, or of its first pod for "one D" and "one P"."""
     one, _, kind = role.rpartition(" ")
-    found = [pod.name for pod in cluster.running_pods(HOSTS[kind])]
-    return found[:1] if one else found
+    names = [pod.name for pod in cluster.running_pods(HOSTS[kind])]
+    return names[:1] if one else names
 
 
 def others(cluster: Cluster, name: str) -> list[str]:
-    return [each for each in cluster.network.names if each not in (name, "machine")]
+    return [host for host in cluster.network.names if host not in (name, "machine")]
 
 
 def is_at_stage(cluster: Cluster, stage: str) -> bool:

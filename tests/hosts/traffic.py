@@ -68,7 +68,7 @@ def check_recovered(cluster: Cluster) -> None:
                 for prefill in cluster.running_pods("prefill")
             ]
             tokens.append(client.generate(PROMPT, greedy(8), cache_salt=uuid.uuid4().hex).tokens)
-        assert all(each == tokens[-1] for each in tokens), "tokens after a handoff differ from D's own"
+        assert all(answer == tokens[-1] for answer in tokens), "tokens after a handoff differ from D's own"
         assert decode.counter("handoffs") == handoffs + len(cluster.running_pods("prefill"))
         assert decode.counter("handoff_failures") == failures, decode.log.read_text()[-2000:]
     for node in cluster.nodes:
@@ -80,8 +80,8 @@ def nodes_ready(cluster: Cluster) -> dict[str, int]:
     """Return the numbers of ready nodes that the router reports, by role."""
     router = cluster.running_pods("router")[0]
     lines = httpx.get(f"http://{router.metrics}/metrics", trust_env=False).text.splitlines()
-    found = [line for line in lines if line.startswith("pdserve_nodes_ready{")]
-    return {role: sum(int(float(line.split()[-1])) for line in found if f'role="{role}"' in line) for role in ROLES}
+    series = [line for line in lines if line.startswith("pdserve_nodes_ready{")]
+    return {role: sum(int(float(line.split()[-1])) for line in series if f'role="{role}"' in line) for role in ROLES}
 
 
 def wait(seconds: float) -> None:

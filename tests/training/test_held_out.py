@@ -68,8 +68,8 @@ def test_embedded_model_greets_copies_and_adds_below_20() -> None:
     first = json.loads((EMBEDDED_MODEL.parents[1] / "docs" / "first-request.json").read_text())["messages"][0]
     wanted[first["content"]] = "Clara hid the brass key in the cellar of the lighthouse."
     asked = [Case("", {"messages": [{"role": "user", "content": text}], "temperature": 0}, "") for text in wanted]
-    found = dict(zip(wanted, (said(message)[0] for message in answers(asked, prefill=0)), strict=True))
-    assert found == wanted
+    answered = dict(zip(wanted, (said(message)[0] for message in answers(asked, prefill=0)), strict=True))
+    assert answered == wanted
 
 
 @pytest.mark.slow
