@@ -163,7 +163,8 @@ class _Search:
     def best(self, layouts: Sequence[Layout]) -> tuple[Layout, float, str]:
         """Return the fleet that keeps all limits at the highest rate, that rate, and the limit that it misses beyond.
 
-        The rate is 0 if no fleet keeps them at any. A fleet that misses one where another one keeps all is left out, and so is one whose work allows no such rate.
+        The rate is 0 if no fleet keeps them at any. A fleet that misses one where another one keeps all is left out,
+        and so is one whose work allows no such rate.
         """
         low = 0.0
         high = max(map(self.highest_rate, layouts))
