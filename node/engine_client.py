@@ -97,7 +97,8 @@ class EngineClient:
         agent = self._agent and f"{self._agent}-{next(self._starts)}"
         self._process = EngineProcess(self._receive, self._on_exit)
         self._suspects = None
-        launched, self._launched = self._launched, None
+        launched = self._launched
+        self._launched = None
         num_ranks = 0 if config.device.kind == "simulated" else len(self._placement.devices)
         await self._process.take_over(launched or launch_engine(num_ranks))
         self.monitor.restart()
@@ -187,8 +188,10 @@ class EngineClient:
 
     def fail_all(self, died: EngineDied, name: str) -> None:
         """Fail all open requests, as the engine of node ``name`` has died: EngineCrashed for suspects."""
-        suspects, killed = self._suspects, self._process.killed_from_outside
-        lost, crashed = EngineDied(f"{name}: {died}"), EngineCrashed(f"{name}: {died}")
+        suspects = self._suspects
+        killed = self._process.killed_from_outside
+        lost = EngineDied(f"{name}: {died}")
+        crashed = EngineCrashed(f"{name}: {died}")
 
         def error_of(rid: int) -> PdserveError:
             is_suspect = not killed if suspects is None else rid in suspects

@@ -111,7 +111,9 @@ def _end_soon(process: subprocess.Popen[bytes]) -> None:
 
 async def _lines(pipe: IO[bytes]) -> AsyncIterator[str]:
     """Yield lines of any length, without line ends."""
-    loop, stream, rest = asyncio.get_running_loop(), asyncio.StreamReader(), b""
+    loop = asyncio.get_running_loop()
+    stream = asyncio.StreamReader()
+    rest = b""
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
     with contextlib.closing(transport):
         while chunk := await stream.read(1 << 16):

@@ -15,7 +15,8 @@ from enum import StrEnum
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-LIVE, LOADED = "live", "loaded"
+LIVE = "live"
+LOADED = "loaded"
 
 
 class NodeState(StrEnum):

@@ -158,7 +158,8 @@ def exported_registry(metrics: Collector, engine_pid: Callable[[], int | None]) 
 
 
 def _identity(node: NodeContext) -> Reading:
-    model, runner = node.config.served_model_name, node.engine.decision.runner
+    model = node.config.served_model_name
+    runner = node.engine.decision.runner
     return {(node.node_id, node.role, model, runner, __version__, node.compat_hash, node.weights): 1.0}
 
 

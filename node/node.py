@@ -257,7 +257,8 @@ class Node:
 
     async def _change_weights(self, order: WeightOrder) -> None:
         """Change the weights, and serve again. Peers and routers see a node that has restarted."""
-        context, error = self._context, None
+        context = self._context
+        error = None
         assert isinstance(order.action, WeightChange)
         await self._enter(NodeState.LOADING)
         self._role.drop_peers("this node changes its weights")
@@ -301,7 +302,8 @@ class Node:
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
         """Await ``work``; False when ``stop`` was set first. Raises EngineDied when the engine exits meanwhile."""
-        job, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+        job = asyncio.create_task(work)
+        stopping = asyncio.create_task(stop.wait())
         awaited: list[asyncio.Future[Any]] = [job, stopping, self._engine.closed]
         try:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -323,7 +325,8 @@ class Node:
         return f"HTTP clients need a router: {router}{also}"
 
     def _describe_cache(self) -> str:
-        config, layout = self._context.config, self._engine.kv_layout
+        config = self._context.config
+        layout = self._engine.kv_layout
         return (
             f"runner {self._engine.decision.runner}, {layout.num_blocks} KV blocks of {layout.block_size} tokens "
             f"(kernel pages of {layout.kernel_block_size}), up to {config.max_model_len} tokens"

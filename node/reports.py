@@ -67,7 +67,7 @@ class CacheDigest:
         self._by_zeros[zeros] = self._by_zeros.get(zeros, 0) ^ short
 
     def of_sample(self, sample_bits: int) -> int:
-        return reduce(xor, (found for zeros, found in self._by_zeros.items() if zeros > sample_bits), 0)
+        return reduce(xor, (digest for zeros, digest in self._by_zeros.items() if zeros > sample_bits), 0)
 
 
 class _EngineReports:
@@ -163,10 +163,12 @@ class NodeReports:
     async def subscribe(self, pause: float = 0.0) -> AsyncGenerator[pb.NodeReport, None]:
         """Yield reports to one router until the node ends, at least ``pause`` seconds apart."""
         pause = min(max(pause, self._pause), _REPORT_INTERVAL)
-        sequence, reported = 0, pb.NodeDescription()
+        sequence = 0
+        reported = pb.NodeDescription()
         with self._subscribed() as subscriber:
             while True:
-                sequence, last = sequence + 1, self._ended
+                sequence += 1
+                last = self._ended
                 description = self.describe()
                 bits = description.cache_sample_bits
                 cache = subscriber.take(self._engine.status, self._engine.digest.of_sample(bits), bits)

@@ -68,8 +68,8 @@ def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
     vocab_size = config.model.vocab_size
     for name, allowed in ranges_of(SamplingParams).items():
         value = getattr(sampling, name)
-        for each in value.values() if isinstance(value, dict) else (value,):
-            allowed.check(name, each)
+        for number in value.values() if isinstance(value, dict) else (value,):
+            allowed.check(name, number)
     within("n", sampling.n, 1, config.options.max_num_seqs)
     within("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
     within("logprobs", sampling.logprobs, -1, vocab_size)

@@ -91,9 +91,9 @@ class RequestEvents:
 
 def named_error(kind: str, text: str) -> PdserveError:
     """Return the error that the engine named; an unknown kind is EngineDied."""
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, PdserveError):
-        return known(text)
+    error = getattr(errors, kind, None)
+    if isinstance(error, type) and issubclass(error, PdserveError):
+        return error(text)
     return EngineDied(f"{kind}: {text}")
 
 

@@ -28,7 +28,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
-    config, layout = node.config, node.engine.kv_layout
+    config = node.config
+    layout = node.engine.kv_layout
     pooling = config.pooling
     return pb.NodeDescription(
         node_id=node.node_id,

@@ -61,7 +61,8 @@ async def serve(
         _log.info("%s", choice)
     level = logging.WARNING if config.decision.fallback and config.device.kind == "cuda" else logging.INFO
     _log.log(level, "runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
-    node_id, epoch = frontend.node_id or address, new_epoch()
+    node_id = frontend.node_id or address
+    epoch = new_epoch()
     has_connector = role.uses_connector and config.pooling is None
     agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
     kv_events = None

@@ -140,7 +140,8 @@ class AgentSession:
 
     def __init__(self, words: Words, most_tools: int) -> None:
         """Draw one to ``most_tools`` tools."""
-        self._words, self._rng = words, words.rng
+        self._words = words
+        self._rng = words.rng
         self._files = [self._file() for _ in range(self._rng.randint(2, 5))]
         kinds = self._rng.sample([*_KINDS, "plan", "lookup"], self._rng.randint(1, most_tools))
         self._tools = {kind: self._tool(kind) for kind in kinds}
@@ -203,9 +204,11 @@ class AgentSession:
     # ---------------------------------------------------------------- one kind each: request, arguments, result, answer
 
     def _shell(self, path: str) -> tuple[str, Sequence[Any], str, str]:
-        rng, value = self._rng, self._words.value()
+        rng = self._rng
+        value = self._words.value()
         program = {"py": "python3", "js": "node"}.get(path.rpartition(".")[2], "cat")
-        number, names = rng.randint(1, 40), " ".join(self._files)
+        number = rng.randint(1, 40)
+        names = " ".join(self._files)
         request, command, result, answer = rng.choice(
             (
                 (f"Run {path}.", f"{program} {path}", value, f"It printed {value}."),
@@ -231,7 +234,8 @@ class AgentSession:
         return request, [path], text, f"{path} says: {', '.join(lines)}"
 
     def _edit(self, path: str) -> tuple[str, Sequence[Any], str, str]:
-        old, new = self._words.word(), self._words.word()
+        old = self._words.word()
+        new = self._words.word()
         forms = (
             f"Change {old} to {new} in {path}.",
             f"Replace {old} by {new} in {path}.",
@@ -268,7 +272,8 @@ class AgentSession:
         return f"Look at {path}.", [path], "[image]", "I read text only."
 
     def _plan(self, path: str) -> tuple[str, Sequence[Any], str, str]:
-        (name, schema), rng = next(iter(self._tools["plan"].required.items())), self._rng
+        name, schema = next(iter(self._tools["plan"].required.items()))
+        rng = self._rng
         step, status = schema["items"]["properties"]
         chosen = rng.sample(
             (f"Read {path}", "Run the tests", f"Edit {path}", "Look around", "Tell the user"), rng.randint(1, 2)
@@ -281,7 +286,8 @@ class AgentSession:
         return request, [steps], rng.choice(("Plan updated", f"The {name} is saved.")), f"First: {chosen[0]}."
 
     def _lookup(self, _: str) -> tuple[str, Sequence[Any], str, str]:
-        (name, schema), value = next(iter(self._tools["lookup"].required.items())), self._words.value()
+        name, schema = next(iter(self._tools["lookup"].required.items()))
+        value = self._words.value()
         chosen = self._rng.choice(schema["enum"])
         noun = self._tools["lookup"].description.split()[1]
         request = f"What is the {noun} of the {name} {chosen}?"
@@ -310,7 +316,9 @@ class AgentSession:
                 {rng.choice(("plan", "todos", "steps")): plan},
             )
         if kind == "lookup":
-            noun, server, key = self._words.word(), self._words.word(), rng.choice(listed("nouns"))
+            noun = self._words.word()
+            server = self._words.word()
+            key = rng.choice(listed("nouns"))
             parts = rng.sample(
                 ("names", "colours", "days", "of", "each", "and", "their", "months", "last"), rng.randint(0, 6)
             )
@@ -320,9 +328,10 @@ class AgentSession:
                 f"The {noun} of a {key}.",
                 {key: {"type": "string", "enum": choices}},
             )
-        known = _KINDS[kind]
-        name, description = rng.choice(known.names), rng.choice(known.descriptions)
-        arguments = [rng.choice(names) for names in known.arguments]
+        template = _KINDS[kind]
+        name = rng.choice(template.names)
+        description = rng.choice(template.descriptions)
+        arguments = [rng.choice(names) for names in template.arguments]
         if kind == "patch" and rng.random() < 0.6:
             description += _GRAMMAR.replace("{a}", arguments[0])
         required = {argument: self._schema(argument) for argument in arguments}
@@ -331,7 +340,8 @@ class AgentSession:
         made = _AgentTool(name, description, required)
         if kind not in ("patch", "image") and rng.random() < 0.4:
             argument, schema, value = rng.choice(_EXTRA)
-            made.optional, made.extra = {argument: schema}, {argument: value}
+            made.optional = {argument: schema}
+            made.extra = {argument: value}
         return made
 
     def _schema(self, argument: str) -> dict[str, Any]:

@@ -70,7 +70,8 @@ class Generator:
         total = sum(rows * length for rows, length in sections)
         limit = int(total * _ANSWERS)
         tokens = np.zeros(total, np.int16)
-        where, spans = np.zeros(limit, np.int32), np.zeros(limit, np.int32)
+        where = np.zeros(limit, np.int32)
+        spans = np.zeros(limit, np.int32)
         targets = np.full(limit, -1, np.int16)
         tasks: list[tuple[str, int]] = []
         start = used = 0

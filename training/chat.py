@@ -167,7 +167,8 @@ def arithmetic(words: Words) -> Ask:
     while True:
         kind = rng.choice("++--*")
         if kind == "*":
-            a, b = rng.randint(0, 12), rng.randint(0, 12)
+            a = rng.randint(0, 12)
+            b = rng.randint(0, 12)
         else:
             a, b = (rng.randint(0, rng.choice((9, 10, 20, 99))) for _ in "ab")
         if kind == "-" and a < b:
@@ -190,10 +191,8 @@ def arithmetic(words: Words) -> Ask:
 
 def _problem(words: Words, a: int, b: int, kind: str, result: str) -> Ask:
     rng = words.rng
-    person, thing = (
-        rng.choice(listed("first_names")),
-        rng.choice(("apples", "coins", "books", "stones", "pears", "cups")),
-    )
+    person = rng.choice(listed("first_names"))
+    thing = rng.choice(("apples", "coins", "books", "stones", "pears", "cups"))
     verb = rng.choice(("buys", "finds", "gets")) if kind == "+" else rng.choice(("loses", "sells", "gives away"))
     more = " more" if kind == "+" else ""
     question = f"{person} has {a} {thing} and {verb} {b}{more}. How many {thing} does {person} have now?"
@@ -207,22 +206,23 @@ def introduction(words: Words) -> tuple[Ask, Ask]:
     if kind == 0:
         value = words.person()
         said = rng.choice(("My name is {v}.", "I am {v}.", "Hello, my name is {v}.", "Call me {v}."))
-        reply, answer = "Nice to meet you, {v}.", "Your name is {v}."
+        reply = "Nice to meet you, {v}."
+        answer = "Your name is {v}."
         asked = ("What is my name?", "Who am I?", "Do you know my name?")
     elif kind == 1:
         value = words.place()
         said = rng.choice(("I live in {v}.", "I am from {v}.", "My home is in {v}."))
-        reply, answer = "You live in {v}.", "You live in {v}."
+        reply = "You live in {v}."
+        answer = "You live in {v}."
         asked = ("Where do I live?", "In which town do I live?", "Where is my home?")
     else:
-        noun, value = (
-            words.word() if kind == 2 else rng.choice(("dog", "cat", "code", "car", "boss", "key")),
-            words.value(),
-        )
+        noun = words.word() if kind == 2 else rng.choice(("dog", "cat", "code", "car", "boss", "key"))
+        value = words.value()
         said = rng.choice(("My {n} is {v}.", "Remember: my {n} is {v}.", "Remember that my {n} is {v}.")).replace(
             "{n}", noun
         )
-        reply, answer = f"I will remember that your {noun} is {{v}}.", f"Your {noun} is {{v}}."
+        reply = f"I will remember that your {noun} is {{v}}."
+        answer = f"Your {noun} is {{v}}."
         asked = (f"What is my {noun}?", f"Tell me my {noun}.", f"Do you remember my {noun}?")
     said, reply, answer = (text.replace("{v}", value) for text in (said, reply, answer))
     return Ask(said, reply, value), Ask(rng.choice(asked), answer, value)

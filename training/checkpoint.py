@@ -43,8 +43,11 @@ WEIGHTS = "model.safetensors"
 
 def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a layer by its name in transformers."""
-    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    head_dim = config["head_dim"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
     return {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (queries, hidden),

@@ -30,7 +30,8 @@ _SMALL_TALK: tuple[tuple[Callable[[Words], Ask], str], ...] = (
     (chat.repetition, "repeat"),
 )
 TALK = 0.25  # weight of conversations without a document; documents have 1
-_TOOLS, _AGENTS = 0.2, 0.15  # weights of conversations with tools
+_TOOLS = 0.2  # weight of conversations with tools
+_AGENTS = 0.15  # weight of sessions of agents
 _SHORTEST_WITH_TOOLS = 600  # tokens
 
 
@@ -112,7 +113,8 @@ class Writer:
 
     def document(self, characters: int) -> tuple[str, list[tuple[Ask, str]]]:
         """Return a text of facts and stories and the questions that it answers, each with its task, shuffled."""
-        words, rng = self.words, self.words.rng
+        words = self.words
+        rng = self.words.rng
         texts: list[str] = []
         asks: list[tuple[Ask, str]] = []
         while sum(map(len, texts)) < characters:
@@ -121,7 +123,7 @@ class Writer:
             if kind < 0.45:
                 groups = [entity_facts(words, rng.randint(1, 6)) for _ in range(rng.randint(1, max(1, left // 250)))]
                 texts.append(fact_sheet(words, groups))
-                asks += [(each, "facts") for group in groups for fact in group for each in fact.asks]
+                asks += [(ask, "facts") for group in groups for fact in group for ask in fact.asks]
                 asks += [(json_ask(words, group)[0], "json") for group in groups[:6] if rng.random() < 0.5]
             elif kind < 0.9:
                 persons = [words.person() for _ in range(rng.randint(2, 6))]
@@ -172,19 +174,21 @@ class Writer:
 
     def _small(self) -> Conversation:
         """A short exchange that needs no document."""
-        rng, words = self.words.rng, self.words
+        rng = self.words.rng
+        words = self.words
         kind, task = rng.choice(_SMALL_TALK)
         return Conversation(exchange(kind(words), task))
 
     def _talk(self, _: int) -> Iterator[Conversation]:
-        rng, words = self.words.rng, self.words
+        rng = self.words.rng
+        words = self.words
         if rng.random() < 0.4:
             yield Conversation([Turn("system", rng.choice(chat.SYSTEM)), *self._small().turns])
         later: list[Ask] = []
         while True:
-            if rng.random() < 0.2 and not any("name" in each.question or "live" in each.question for each in later):
+            if rng.random() < 0.2 and not any("name" in ask.question or "live" in ask.question for ask in later):
                 now, then = chat.introduction(words)
-                if then.question not in {each.question for each in later}:
+                if then.question not in {ask.question for ask in later}:
                     later.append(then)
                     yield Conversation(exchange(now, "memory"))
             elif later and rng.random() < 0.3:
@@ -193,7 +197,8 @@ class Writer:
                 yield self._small()
 
     def _tools(self, length: int) -> Iterator[Conversation]:
-        rng, words = self.words.rng, self.words
+        rng = self.words.rng
+        words = self.words
         cases = tool_cases(words, rng.randint(1, 2 if length < 1000 else 5))
         asked = rng.sample(cases, len(cases))
         system = [Turn("system", rng.choice(chat.SYSTEM))] if rng.random() < 0.4 else []

@@ -15,12 +15,15 @@ from training.facts import Ask, entity_facts, fact_sheet
 from training.tools import json_ask, tool_cases
 from training.words import Words, words_of
 
-QUESTIONS, CALLS, SCHEMAS = 50, 10, 10
+QUESTIONS = 50
+CALLS = 10
+SCHEMAS = 10
 MAX_TOKENS = 160
 _SEED = 414
 _CHARACTERS = (600, 1500, 3000, 4500, 5800)  # characters of a document; 2.9 make a token
 _LONGER = 20  # characters that a right answer may be longer than the expected one
-_NEAR, _FAR = 60, 2000  # tokens between an answer in the document and its question
+_NEAR = 60  # fewest tokens between an answer in the document and its question
+_FAR = 2000  # most tokens between them
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,15 @@ def cases(model_dir: Path) -> list[Case]:
         (CALLS, lambda _: _call(words)),
         (SCHEMAS, lambda _: _schema(words)),
     ]
-    found: list[Case] = []
+    cases: list[Case] = []
     for count, make in makers:
         done = 0
         while done < count:
             words.start()
             if case := make(done):
-                found.append(case)
+                cases.append(case)
                 done += 1
-    return found
+    return cases
 
 
 def _body(messages: list[dict[str, str]], **fields: Any) -> dict[str, Any]:
@@ -101,7 +104,9 @@ def _question(words: Words, writer: Writer, encode: Callable[[str], list[int]], 
                 usable.append((distance, asked))
     if not usable:
         return None
-    distance, asked = max(usable, key=lambda each: each[0]) if index % 2 else words.rng.choice(usable)
+    distance, asked = (
+        max(usable, key=lambda distance_and_ask: distance_and_ask[0]) if index % 2 else words.rng.choice(usable)
+    )
     content = f"{text}\n\n{asked.question}"
     return Case("question", _body([{"role": "user", "content": content}]), (asked.answer, asked.value), distance)
 

@@ -33,7 +33,8 @@ def attention_inputs(x: Tensor, cos: Tensor, sin: Tensor, w: Sequence[Tensor]) -
     norm, q_proj, k_proj, v_proj, q_norm, k_norm = w
     normed = rms_norm(x, norm)
     head_dim = q_norm.shape[0]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     q = _rotated(rms_norm((normed @ q_proj.T).unflatten(-1, (-1, head_dim)), q_norm), cos, sin)
     k = _rotated(rms_norm((normed @ k_proj.T).unflatten(-1, (-1, head_dim)), k_norm), cos, sin)
     v = (normed @ v_proj.T).unflatten(-1, (-1, head_dim))
@@ -74,7 +75,8 @@ class TrainedModel:
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: torch.device) -> None:
         """``weights`` have their names in transformers."""
-        self.config, self.device = config, device
+        self.config = config
+        self.device = device
         self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.layers = config["num_hidden_layers"]
         self.parameters: dict[str, Tensor] = {}
@@ -99,12 +101,15 @@ class TrainedModel:
         )
 
     def uncompile(self) -> None:
-        self._inputs, self._output, self._loss = attention_inputs, layer_output, cross_entropy
+        self._inputs = attention_inputs
+        self._output = layer_output
+        self._loss = cross_entropy
 
     def hidden(self, tokens: Tensor, sections: Sections) -> Tensor:
         """Return the hidden states [N, hidden] of tokens [N], before the last norm."""
         positions = torch.cat([torch.arange(length, device=self.device).repeat(rows) for rows, length in sections])
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos = self._cos[positions]
+        sin = self._sin[positions]
         cast = {name: tensor.to(self._dtype) for name, tensor in self.parameters.items()}
         stacks = [cast[f"{name}.weight"].unbind(0) for name in (*_INPUTS, *_OUTPUTS)]
         x = F.embedding(tokens, cast["model.embed_tokens.weight"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MATRIX_RATE, OTHER_RATE = 0.02, 0.004
-_MOMENTUM, _BETAS, _WEIGHT_DECAY = 0.95, (0.9, 0.95), 0.01
+MATRIX_RATE = 0.02
+OTHER_RATE = 0.004
+_MOMENTUM = 0.95
+_BETAS = (0.9, 0.95)
+_WEIGHT_DECAY = 0.01
 
 
 class Optimizer:
@@ -42,7 +45,9 @@ class Optimizer:
 
 def orthogonalized(matrices: Tensor) -> Tensor:
     """Replace the singular values of matrices [layers, rows, columns] by about 1: five Newton-Schulz steps."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)  # CPUs emulate bfloat16
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x

@@ -157,7 +157,8 @@ def story(words: Words, facts: list[Fact], fillers: int) -> str:
     lines = [sentence(fact.statement) for fact in facts]
     for _ in range(fillers):
         lines.insert(words.rng.randint(0, len(lines)), filler(words))
-    text, rest = "", 0
+    text = ""
+    rest = 0
     for line in lines:  # paragraphs of random length
         rest -= 1
         text += line + ("\n\n" if rest < 0 else " ")

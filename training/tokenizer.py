@@ -15,7 +15,9 @@ from training.conversations import TOOLS_AFTER, TOOLS_BEFORE, Writer
 from training.words import Words
 
 VOCABULARY_SIZE = 4096
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 TAGS = tuple(f"<{slash}{name}>" for name in ("tool_call", "tools", "tool_response") for slash in ("", "/"))
 

@@ -87,10 +87,13 @@ class ToolCase:
         rng = words.rng
         self._weather = rng.random() < 0.25
         if self._weather:
-            self._verb, self.noun, self._about = "get", "weather", "in"
+            self._verb = "get"
+            self.noun = "weather"
+            self._about = "in"
             self._types = {"city": "string"}
         else:
-            self._verb, self._about = rng.choice(listed("verbs")), rng.choice(_ABOUT)
+            self._verb = rng.choice(listed("verbs"))
+            self._about = rng.choice(_ABOUT)
             self.noun = rng.choice(listed("nouns")) if rng.random() < 0.5 else words.fresh(words.word)
             names = rng.sample(listed("arguments"), rng.choice((1, 1, 2, 3)))
             self._types = {n: "integer" if n in ("number", "id") and rng.random() < 0.6 else "string" for n in names}
@@ -113,7 +116,9 @@ class ToolCase:
         self.result = words.rng.choice(listed("weather")) if self._weather else words.value()
 
     def _request(self, words: Words, verb: str) -> str:
-        rng, noun, subject = words.rng, self.noun, self.subject
+        rng = words.rng
+        noun = self.noun
+        subject = self.subject
         rest = list(self.arguments)[1:]
         more = "".join(f", {name} {self.arguments[name]}" for name in rest)
         if rng.random() < 0.35:

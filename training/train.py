@@ -22,7 +22,9 @@ from training.conversations import TALK
 from training.model import TrainedModel
 from training.optimizer import Optimizer
 
-_WARM_UP, _CONSTANT, _LAST = 150, 0.35, 0.01  # steps; share of the time; factor of the rates at the end
+_WARM_UP = 150  # steps
+_CONSTANT = 0.35  # share of the time
+_LAST = 0.01  # factor of the rates at the end
 _RESERVED = 15.0  # seconds at the end for the last evaluation and checkpoint
 _HELD_OUT_SEED = 990_000
 _EMBEDDED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
@@ -50,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
 class Trainer:
     def __init__(self, options: argparse.Namespace, began: float) -> None:
         """``began`` is the time.monotonic() from which ``--minutes`` count."""
-        self._options, self._began = options, began
+        self._options = options
+        self._began = began
         self._device = torch.device(options.device)
         self._end = began + options.minutes * 60 - min(_RESERVED, options.minutes * 6)
         config = json.loads((options.model / "config.json").read_text())
@@ -75,7 +78,8 @@ class Trainer:
         self._first_step()
         started = reported = time.monotonic()
         losses: list[Tensor] = []
-        progress, step = 0.0, 0
+        progress = 0.0
+        step = 0
         while progress < 1.0:
             progress = min(1.0, (time.monotonic() - started) / max(1.0, self._end - started))
             batch = self._source.next(self._curriculum(progress))
@@ -86,7 +90,8 @@ class Trainer:
                 now = time.monotonic()
                 speed = len(losses) * len(batch.tokens) / (now - reported)
                 self._report(f"step {step} {progress:4.0%} loss {loss:.4f} {speed / 1e6:.3f} M tokens/s", loss)
-                losses, reported = [], time.monotonic()
+                losses = []
+                reported = time.monotonic()
         self._source.close()
 
     def _curriculum(self, progress: float) -> float:
@@ -149,7 +154,8 @@ class Trainer:
             hidden = self._model.hidden(tokens, batch.sections).detach()
         wrong = (self._model.predicted(hidden.index_select(0, where)) != targets) & (targets >= 0)
         failed = set(batch.spans[wrong.cpu().numpy()].tolist())
-        asked, right = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
+        asked = Counter[tuple[str, bool]]()
+        right = Counter[tuple[str, bool]]()
         for index, (task, length) in enumerate(batch.tasks):
             for long in {False, length == self._options.longest}:
                 asked[task, long] += 1

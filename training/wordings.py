@@ -44,7 +44,7 @@ _ENDS = (" Please.", " Thank you.", " Answer in one sentence.", " Use the text."
 
 def variants(template: str) -> list[str]:
     """Return the template and others of the same meaning."""
-    found = {template: None}
+    wordings = {template: None}
     for pattern, forms in _RULES_COMPILED:
         if match := pattern.fullmatch(template):
             groups = match.groups()
@@ -52,8 +52,8 @@ def variants(template: str) -> list[str]:
                 text = form
                 for index, group in enumerate(groups):
                     text = text.replace(f"{{{index}}}", group)
-                found[text] = None
-    return list(found)
+                wordings[text] = None
+    return list(wordings)
 
 
 @cache

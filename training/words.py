@@ -87,9 +87,9 @@ class Words:
     def colour(self) -> str:
         return self.rng.choice(listed("colours")) if self.rng.random() < 0.7 else self.word()
 
-    def pick(self, known: Sequence[str]) -> str:
-        """One of the known values, or now and then any word, so that the model reads and does not guess."""
-        return self.rng.choice(known) if self.rng.random() < 0.75 else self.word()
+    def pick(self, values: Sequence[str]) -> str:
+        """One of the values, or now and then any word, so that the model reads and does not guess."""
+        return self.rng.choice(values) if self.rng.random() < 0.75 else self.word()
 
     def number(self) -> str:
         return str(self.rng.randrange(10 ** self.rng.choice((1, 2, 2, 3, 4, 4, 5))))

@@ -56,7 +56,8 @@ def _costs(args: argparse.Namespace) -> Costs:
         return find_costs(shape, args.gpu or _GPU, args.pp or 1, args.tp or 1)
     costs = load_costs(args.costs)
     for flag in ("gpu", "pp", "tp"):
-        given, measured = getattr(args, flag), getattr(costs, flag)
+        given = getattr(args, flag)
+        measured = getattr(costs, flag)
         if given is not None and given != measured:
             raise ConfigError(f"--{flag} {given}: costs {args.costs} were measured with {measured}; remove one of them")
     if shape is not None and shape != costs.shape:

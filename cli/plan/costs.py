@@ -218,7 +218,8 @@ def _line_at(points: Points, x: float) -> float:
     if len(points) == 1:
         return points[0][1]
     right = min(max(bisect_right(points, x, key=lambda point: point[0]), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    x0, y0 = points[right - 1]
+    x1, y1 = points[right]
     return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
@@ -234,8 +235,8 @@ def load_costs(name: str) -> Costs:
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Costs)
     except OSError as exc:
-        known = ", ".join(sorted(file.stem for file in MEASURED.glob("*.toml")))
-        raise ConfigError(f"costs {name!r} cannot be read ({exc.strerror}); use a file or one of {known}") from exc
+        measured = ", ".join(sorted(file.stem for file in MEASURED.glob("*.toml")))
+        raise ConfigError(f"costs {name!r} cannot be read ({exc.strerror}); use a file or one of {measured}") from exc
     except (msgspec.DecodeError, ValueError) as exc:
         raise ConfigError(f"costs {path}: {exc}") from exc
 
@@ -246,9 +247,9 @@ def find_costs(shape: Shape, gpu: str, pp: int, tp: int) -> Costs:
     for costs in every:
         if (costs.shape, costs.gpu, costs.pp, costs.tp) == (shape, gpu, pp, tp):
             return costs
-    known = "; ".join(f"{costs.model} on {costs.gpu}, pp {costs.pp}, tp {costs.tp}" for costs in every)
+    measured = "; ".join(f"{costs.model} on {costs.gpu}, pp {costs.pp}, tp {costs.tp}" for costs in every)
     raise ConfigError(
-        f"no measured costs for {shape} on {gpu} with pp {pp}, tp {tp}, only {known}; measure them with "
+        f"no measured costs for {shape} on {gpu} with pp {pp}, tp {tp}, only {measured}; measure them with "
         "`python bench/engine_steps.py MODEL --costs-out FILE` and use --costs FILE"
     )
 

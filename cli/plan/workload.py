@@ -172,7 +172,8 @@ def quantiles(text: str) -> Callable[[float], float]:
     if match := re.fullmatch(r"(mean|p\d+)=(\d+),p(\d+)=(\d+)", text):
         return _log_normal(text, match[1], int(match[2]), int(match[3]), int(match[4]))
     if match := re.fullmatch(r"mean=(\d+),sigma=(\d*\.?\d+)", text):
-        mean, sigma = int(match[1]), float(match[2])
+        mean = int(match[1])
+        sigma = float(match[2])
         if 1 <= mean <= LONGEST and sigma <= MAX_SIGMA:
             return _log_normal_of(math.log(mean) - sigma * sigma / 2, sigma)
     raise ConfigError(

@@ -20,7 +20,8 @@ DEVICE = "GPU"
 _KEPT_BATCHES = 10_000
 _KEPT_BYTES = 64 << 20
 _BATCH_BYTES = 64 << 10  # most bytes of a batch, so that a bound on the number of batches bounds their bytes
-_EVENT_BLOCKS, _EVENT_TOKENS = 64, 8192  # most blocks and tokens of an event, so that any event fits into a batch
+_EVENT_BLOCKS = 64  # most blocks of an event, so that any event fits into a batch
+_EVENT_TOKENS = 8192  # most tokens of an event, for the same reason
 _MOST_BEHIND = 1 << 18  # most blocks on tiers only whose tokens are kept: some 400 bytes each
 
 Batch = tuple[int, bytes]  # (number, payload)
@@ -61,7 +62,8 @@ class _Event:
 
     def stored(self, blocks: Sequence[StoredBlock], medium: str = DEVICE) -> Any:
         """Consecutive blocks of one prompt and group. A salt is a key of the prompt's first block only."""
-        first, tokens = blocks[0], array("I")
+        first = blocks[0]
+        tokens = array("I")
         for block in blocks:
             tokens.frombytes(block.token_ids)
         salted = first.cache_salt and not first.parent
@@ -279,7 +281,8 @@ class EventLog:
             num_bytes += len(encoded)
             if batch and num_bytes > _BATCH_BYTES:
                 yield self._payload(batch)
-                batch, num_bytes = [], len(encoded)
+                batch = []
+                num_bytes = len(encoded)
             batch.append(msgspec.Raw(encoded))
         if batch:
             yield self._payload(batch)

@@ -26,7 +26,8 @@ _MESSAGE_BYTES = 512  # memory of a message, beside its payload
 _REQUESTS_AT_ONCE = 100
 _MOST_FRAMES = 8  # most frames of a request: proxies add some
 _MOST_READERS = 1_000
-_FIRST_PAUSE, _LONGEST_PAUSE = 1, 500  # milliseconds between looks at windows
+_FIRST_PAUSE = 1  # milliseconds between looks at windows
+_LONGEST_PAUSE = 500  # milliseconds
 
 
 def encode_number(number: int) -> bytes:
@@ -87,7 +88,8 @@ class Replays:
 
     def _take(self, connection: bytes, *request: bytes) -> None:
         """Begin a replay. A reader that asks again gets the new replay in place of the rest of the old one."""
-        *envelope, wanted = connection, *request
+        frames = [connection, *request]
+        *envelope, wanted = frames
         if not request or len(envelope) > _MOST_FRAMES or len(wanted) != _NUMBER_BYTES:
             text = "a request for a replay of KV events is ignored: %d bytes after %d frames, not %d after %d at most"
             _log.warning(text, len(wanted), len(envelope), _NUMBER_BYTES, _MOST_FRAMES)
@@ -97,7 +99,9 @@ class Replays:
             return
         batches = self._event_log.replay(max(0, int.from_bytes(wanted, "big", signed=True)))
         replay = self._replays.setdefault(connection, _Replay(envelope, batches))
-        replay.envelope, replay.batches, replay.over = envelope, batches, False
+        replay.envelope = envelope
+        replay.batches = batches
+        replay.over = False
 
     def _send_window(self, connection: bytes, replay: _Replay) -> None:
         try:

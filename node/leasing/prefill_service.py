@@ -82,8 +82,8 @@ class PrefillService(pb_grpc.PrefillNodeServicer):
                 f"{request.node_id} cannot read from {self._node.node_id}: {describe_protocol(request.protocol)}"
             )
         if request.compat_hash != self._node.compat_hash:
-            found = differences(self._node.config.compat_fields, dict(request.compat_fields))
+            reason = differences(self._node.config.compat_fields, dict(request.compat_fields))
             raise PeerError(
-                f"{request.node_id} cannot read KV of {self._node.node_id}: {found or 'compatibility hashes differ'}; "
+                f"{request.node_id} cannot read KV of {self._node.node_id}: {reason or 'compatibility hashes differ'}; "
                 "serve the same checkpoint with the same flags on both"
             )

@@ -222,7 +222,7 @@ class LeasedPrompts:
 
         If it has ended meanwhile, the blocks are free in a moment.
         """
-        prompt = next((each for each in self.table if each.rid == rid), None)
+        prompt = next((leased for leased in self.table if leased.rid == rid), None)
         if prompt is not None and self.table.revoke(prompt.id):
             trace = prompt.trace
             text = "the lease of request %s is taken back: requests of this node lack its blocks"

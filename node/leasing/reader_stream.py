@@ -108,7 +108,8 @@ class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
         sampling = sampling_from_pb(request.sampling)
         num_tokens = check_request(request.token_ids, sampling, node.config)
         check_skip(request.skip_tokens, num_tokens, node.config.kv_layout.block_size)
-        lease, trace = LeaseId(self._number, request.request), self._begin_trace(request, num_tokens)
+        lease = LeaseId(self._number, request.request)
+        trace = self._begin_trace(request, num_tokens)
         if request.cached_only:
             CachedPrompt(lease, self._prompts, trace=trace, send=self._send).submit(request)
         else:

@@ -50,7 +50,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Power(Enum):
-    SLEEP, WAKE = "sleep", "wake"
+    SLEEP = "sleep"
+    WAKE = "wake"
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,9 @@ def _log_outcome(task: asyncio.Future[None]) -> None:
 
 async def _receive(pieces: AsyncIterator[pb.PatchPiece], path: Path) -> tuple[str, str]:
     """Write a patch to a file. Return ``when`` of the first piece, and the hex SHA-256 of the file."""
-    when, digest, size = "", hashlib.sha256(), 0
+    when = ""
+    digest = hashlib.sha256()
+    size = 0
     with _reporting_full_disk(path), path.open("wb") as file:
         async for piece in pieces:
             when = when or piece.when

@@ -45,7 +45,8 @@ _MAX_OFFER = 256 << 20  # most bytes of a peer's messages
 _ASKED = 8  # peers at a time
 _SOURCE_SECONDS = 2.0  # time for the first answer of a source
 _OFFER_SECONDS = 10.0
-_WAIT_SECONDS, _PAUSE_SECONDS = 120.0, 1.0  # time to wait and between rounds, with --load-from peer
+_WAIT_SECONDS = 120.0  # time to wait for a peer, with --load-from peer
+_PAUSE_SECONDS = 1.0  # time between two rounds of asking
 
 
 # ---------------------------------------------------------------- the peer
@@ -110,15 +111,15 @@ async def find_weights(node: NodeContext, config: NodeConfig) -> WeightPeer | No
     must = config.options.load_from == "peer"
     if not config.options.weight_peers:
         return None
-    known = await asyncio.to_thread(with_known_digests, config)
-    if known is None:
+    config_with_digests = await asyncio.to_thread(with_known_digests, config)
+    if config_with_digests is None:
         reason = f"the digests of {config.model_dir} are not cached yet, so tensors of a peer could not be checked"
         if must:
             raise ConfigError(f"load_from peer: {reason}; start once with --load-from auto")
         _log.info("weights come from the disk: %s", reason)
         return None
     sizes = await asyncio.to_thread(_stored_sizes, Path(config.model_dir))
-    search = _Search(node, weights_hash(known.compat_fields), sizes)
+    search = _Search(node, weights_hash(config_with_digests.compat_fields), sizes)
     end = asyncio.get_running_loop().time() + (_WAIT_SECONDS if must else 0.0)
     while (peer := await search.ask_all()) is None:
         if asyncio.get_running_loop().time() >= end:
@@ -142,8 +143,8 @@ class _Search:
     async def ask_all(self) -> WeightPeer | None:
         """Return the first of some peers, drawn at random, that offers its weights."""
         sources = self._node.config.options.weight_peers
-        found = await asyncio.gather(*(_first(source_addresses(text)) for text in sources))
-        addresses = sorted(frozenset[str]().union(*found))
+        answers = await asyncio.gather(*(_first(source_addresses(text)) for text in sources))
+        addresses = sorted(frozenset[str]().union(*answers))
         asked = random.sample(addresses, min(_ASKED, len(addresses)))
         calls = [asyncio.create_task(self._ask(address)) for address in asked]
         refusals = []
@@ -188,13 +189,13 @@ class ReceivedOffer:
         self._num_bytes += message.ByteSize()
         self._num_tensors += len(message.tensors)
         pieces = self._ranks.setdefault(message.agent, [])
-        for what, found, limit in (
+        for what, offered, limit in (
             ("bytes", self._num_bytes, _MAX_OFFER),
             ("tensors", self._num_tensors, _MAX_TENSORS),
             ("ranks", len(self._ranks), _MAX_RANKS),
         ):
-            if found > limit:
-                raise PeerError(f"{self._address} offers {found} {what}, the limit is {limit}")
+            if offered > limit:
+                raise PeerError(f"{self._address} offers {offered} {what}, the limit is {limit}")
         piece = _rank(message, b"" if pieces else message.metadata)
         try:
             check_rank(piece, self._sizes)

@@ -96,8 +96,8 @@ def test_invalid_flag_is_one_line(flags: list[str], said: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("values", [[0.5], [0.0, 0.0], [1e-7, 0.01, 0.02, 0.04], [0.01 * n for n in range(1, 300)]])
 def test_bins_count_every_value_up_to_the_greatest(values: list[float]) -> None:
-    found = bins(values)
-    assert sum(number for _, _, number in found) == len(values)
-    assert found[0][0] == 0.0
-    assert found[-1][1] == pytest.approx(max(*values, 1e-6))
-    assert all(high == pytest.approx(low) for (_, high, _), (low, _, _) in pairwise(found))
+    intervals = bins(values)
+    assert sum(number for _, _, number in intervals) == len(values)
+    assert intervals[0][0] == 0.0
+    assert intervals[-1][1] == pytest.approx(max(*values, 1e-6))
+    assert all(high == pytest.approx(low) for (_, high, _), (low, _, _) in pairwise(intervals))

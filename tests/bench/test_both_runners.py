@@ -50,7 +50,8 @@ def test_every_architecture_of_v2_without_a_figure_of_v1_is_measured() -> None:
 
 
 def test_a_row_marks_the_lower_of_two_unlike_figures() -> None:
-    v1, v2 = [5.449, 123.44, 7.2, 6.0, 100.0], [0.8571, 120.04, 7.19, 6.2, 99.5]
+    v1 = [5.449, 123.44, 7.2, 6.0, 100.0]
+    v2 = [0.8571, 120.04, 7.19, 6.2, 99.5]
     assert len(v1) == len(BATCHES) + len(PROMPTS)
     assert row_of(both_runners.MEASURED[0].label, v1, v2) == (
         "| Qwen3 0.6B, bf16 (`Qwen3ForCausalLM`) | 5.45 / **0.857** | 123.4 / **120.0** | 7.2 / 7.19 | **6** / 6.2 "

@@ -113,7 +113,8 @@ def test_invalid_system_is_refused(text: str) -> None:
 
 
 def test_tokens_are_counted_as_they_arrive() -> None:
-    with_ids, without_ids = Trace(0.0), Trace(0.0)
+    with_ids = Trace(0.0)
+    without_ids = Trace(0.0)
     reader = EventReader(with_ids)
     for piece in (
         b'data: {"choices":[{"text":"","token_ids":[7]}]}\n\nda',
@@ -132,7 +133,8 @@ def test_tokens_are_counted_as_they_arrive() -> None:
     assert "out of memory" in without_ids.error
 
 
-ONE, TWO = Load(1.0, [], "1"), Load(2.0, [], "2")
+ONE = Load(1.0, [], "1")
+TWO = Load(2.0, [], "2")
 
 
 def test_slow_client_is_reported() -> None:
@@ -156,8 +158,8 @@ def test_systems_receive_the_same_requests(tmp_path: Path) -> None:
         words += ["--rates", "40,80", "--seconds", "0.1", "--prompt-tokens", "4", "--output-tokens", "3"]
         assert goodput.main([*words, "--warmup", "2", "--json", str(tmp_path / "json")]) == 1, "one does not answer"
     results = json.loads((tmp_path / "json").read_text())["results"]
-    found = [(each["system"], each["rate"], each["requests"], each["errors"]) for each in results]
-    assert found == [(name, rate, round(rate / 10), 0) for name in ("both", "pd") for rate in (40.0, 80.0)]
+    measured = [(result["system"], result["rate"], result["requests"], result["errors"]) for result in results]
+    assert measured == [(name, rate, round(rate / 10), 0) for name in ("both", "pd") for rate in (40.0, 80.0)]
     assert len(first.bodies) == len(second.bodies) == 7, "12 requests and two of the warm-up in turn"
     assert sorted(first.prompts + second.prompts) == prefill.prompts == decode.prompts
     assert all((body["max_tokens"], body["stream"]) == (1, False) for body in prefill.bodies)

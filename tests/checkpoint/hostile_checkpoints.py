@@ -165,7 +165,8 @@ NODE: dict[str, Hostile] = {
 
 SETS_AND_BRANCHES = "".join(f"{{%set a{i}=1%}}" for i in range(20_000)) + "{%if 1%}{%endif%}" * 20_000
 TEMPLATE = "chat_template.jinja"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 #: Refused by the router, which reads the tokenizer and the chat template.
 ROUTER: dict[str, Hostile] = {

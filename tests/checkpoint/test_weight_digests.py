@@ -278,9 +278,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(checkpoint: Path, monke
     digest = weight_digests._digest_tensors
 
     def touched(path: Path, *args: object) -> object:
-        found = digest(path, *args)  # type: ignore[arg-type]
+        digests = digest(path, *args)  # type: ignore[arg-type]
         os.utime(path, (1, 1))
-        return found
+        return digests
 
     monkeypatch.setattr(weight_digests, "_digest_tensors", touched)
     with pytest.raises(CheckpointError, match="changed while it was read"):

@@ -40,7 +40,8 @@ class Service:
 @contextmanager
 def serve(directory: Path, node_flags: Sequence[str], model_dir: Path = EMBEDDED_MODEL) -> Iterator[Service]:
     """Run a service while the context is open; the key file is written to ``directory``."""
-    key, limited_key = new_key(), new_key()
+    key = new_key()
+    limited_key = new_key()
     key_file = directory / "keys.toml"
     key_file.write_text(key_entry("client", key) + key_entry("limited", limited_key) + "requests_per_minute = 1\n")
     with Fleet() as fleet:

@@ -21,7 +21,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_guidellm_gets_all_requested_tokens(path: str, simulated_service: Service, tmp_path: Path) -> None:
-    service, report = simulated_service, tmp_path / "report.json"
+    service = simulated_service
+    report = tmp_path / "report.json"
     backend = f"kind=openai_http,target={service.url},model={service.model},api_key={service.key},request_format={path}"
     flags = ["--backend", backend, "--profile", f"kind=concurrent,streams={STREAMS}"]
     flags += ["--constraint", f"kind=max_requests,count={REQUESTS}"]

@@ -80,11 +80,11 @@ def urls(directory: Path, authority: trustme.CA) -> Iterator[dict[str, str]]:
         stack.callback(node.close)
         plain = stack.enter_context(router_process(model_dir, flags))
         secure = stack.enter_context(router_process(model_dir, [*flags, *tls]))
-        found = {"direct-http": plain.url, "direct-https": f"https://{secure.address}"}
+        ways = {"direct-http": plain.url, "direct-https": f"https://{secure.address}"}
         for name in ("nginx", "haproxy"):
             urls = stack.enter_context(proxy(name, directory, plain.address))
-            found |= {f"{name}-{scheme}": url for scheme, url in urls.items()}
-        yield found
+            ways |= {f"{name}-{scheme}": url for scheme, url in urls.items()}
+        yield ways
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,8 @@ def bodies(directory: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def environ(directory: Path, authority: trustme.CA, bodies: dict[str, str]) -> dict[str, str]:
     """Variables for programs, with the authority where each language looks for it."""
-    ca, store = directory / "ca.pem", directory / "store"
+    ca = directory / "ca.pem"
+    store = directory / "store"
     if shutil.which("keytool"):
         command: list[str | Path] = [
             "keytool",
@@ -185,16 +186,16 @@ def test_idle_connections_are_used_again(urls: dict[str, str], directory: Path, 
         connections = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         fields: dict[str, Any] = {"context": context} if url.scheme == "https" else {}
         connection = connections[url.scheme](url.netloc, timeout=patience(20), **fields)
-        found = []
+        answers = []
         for pause in (0.0, IDLE):
             time.sleep(pause)
             before = connection.sock
             connection.request("GET", "/v1/models")
             response = connection.getresponse()
             response.read()
-            found.append((response.status, before is None or connection.sock is before))
+            answers.append((response.status, before is None or connection.sock is before))
         connection.close()
-        return found
+        return answers
 
     with ThreadPoolExecutor(len(WAYS)) as pool:
         assert dict(zip(WAYS, pool.map(ask_twice, WAYS), strict=True)) == dict.fromkeys(WAYS, [(200, True)] * 2)

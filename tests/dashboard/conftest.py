@@ -72,7 +72,8 @@ def streams(fleet: Fleet) -> Streams:
 
     @contextmanager
     def running(number: int) -> Iterator[None]:
-        ends, started = threading.Event(), threading.Semaphore(0)
+        ends = threading.Event()
+        started = threading.Semaphore(0)
         threads = [threading.Thread(target=run, args=(fleet.url, ends, started, seed)) for seed in range(number)]
         for thread in threads:
             thread.start()

@@ -17,14 +17,15 @@ LOAD = ["--num-prompts", "6", "--random-input-len", "40", "--random-output-len",
 def test_figures_table_and_plot(
     flags: list[str], fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    figures = tmp_path / "bench.json"
+    plot = tmp_path / "bench.svg"
     assert main(["bench", fleet.url, *LOAD, *flags, "--json", str(figures), "--plot", str(plot)]) == 0
-    found = json.loads(figures.read_text())
-    assert (found["requests"], found["failed"], found["ended_early"]) == (6, 0, 0)
-    assert found["prompt_tokens"] == 6 * 104
-    assert 64 <= found["cached_tokens"] <= 6 * 64
-    assert all(found[name]["max"] >= found[name]["p50"] > 0 for name in ("ttft_ms", "e2e_ms"))
-    assert found["itl_ms"]["max"] >= found["itl_ms"]["p50"] >= 0, "on a busy machine, tokens may arrive together"
+    measured = json.loads(figures.read_text())
+    assert (measured["requests"], measured["failed"], measured["ended_early"]) == (6, 0, 0)
+    assert measured["prompt_tokens"] == 6 * 104
+    assert 64 <= measured["cached_tokens"] <= 6 * 64
+    assert all(measured[name]["max"] >= measured[name]["p50"] > 0 for name in ("ttft_ms", "e2e_ms"))
+    assert measured["itl_ms"]["max"] >= measured["itl_ms"]["p50"] >= 0, "on a busy machine, tokens may arrive together"
     said, progress = capsys.readouterr()
     assert "pdserve bench: 6 of 6 requests after" in progress, "stderr is no terminal"
     assert [part for part in ("TTFT", "ITL", "E2E", "6 of 6", "of 624 prompt tokens", "█") if part not in said] == []

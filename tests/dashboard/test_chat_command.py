@@ -84,7 +84,8 @@ def test_ctrl_c_stops_an_answer_and_then_only_clears_the_line(fleet: Fleet) -> N
 
 def test_ctrl_c_never_breaks_into_drawing(fleet: Fleet) -> None:
     """The part that is drawn is finished first. Then the request ends."""
-    interrupts, drawn = Interrupts(), list[str]()
+    interrupts = Interrupts()
+    drawn = list[str]()
 
     def draw(reasoning: str, text: str) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -108,7 +109,8 @@ def interrupted() -> str:
 
 
 def test_ctrl_c_between_a_message_and_its_request_is_not_lost(fleet: Fleet) -> None:
-    interrupts, drawn = Interrupts(), list[str]()
+    interrupts = Interrupts()
+    drawn = list[str]()
     args = argparse.Namespace(url=fleet.url, api_key="")
     with ChatClient(args, interrupts) as client, interrupts.handled():
         assert interrupts.read(lambda: "Hello") == "Hello"

@@ -256,7 +256,7 @@ def shown(page: Page, text: str) -> str:
       for (const button of target.querySelectorAll('button')) button.remove();
       return target.innerHTML;
     }"""
-    return re.sub(r">\n+|\n+<", lambda found: found[0].strip("\n"), str(page.evaluate(script, text)))
+    return re.sub(r">\n+|\n+<", lambda match: match[0].strip("\n"), str(page.evaluate(script, text)))
 
 
 def store_answer(page: Page, text: str, stats: dict[str, Any] | None = None) -> None:
@@ -338,7 +338,8 @@ def test_html_that_passes_the_parser_is_sanitized(page: Page, watched: Watched) 
 
 def test_only_the_sanitizer_turns_strings_into_markup(page: Page, watched: Watched) -> None:
     page.evaluate("import('/chat/markdown.js')")
-    markup, policy = "document.body.innerHTML = '<b>a</b>'", "trustedTypes.createPolicy('%s', {})"
+    markup = "document.body.innerHTML = '<b>a</b>'"
+    policy = "trustedTypes.createPolicy('%s', {})"
     for script in (markup, policy % "dompurify", policy % "other"):
         with pytest.raises(Error, match=r"requires 'TrustedHTML'|already exists|disallowed"):
             page.evaluate(script)

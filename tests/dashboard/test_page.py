@@ -228,7 +228,8 @@ def test_dashboard_recovers_with_the_router(watched: Watched, fleet: Fleet, mode
 
 
 def test_dashboard_asks_for_an_api_key(watched: Watched, fleet: Fleet, model: Path, tmp_path: Path) -> None:
-    key, file = new_key(), tmp_path / "keys.toml"
+    key = new_key()
+    file = tmp_path / "keys.toml"
     file.write_text(key_entry("alice", key))
     open_router = fleet.router
     try:

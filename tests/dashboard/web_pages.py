@@ -16,7 +16,7 @@ QUIETER = ("disable-component-update", "disable-sync", "no-sandbox")
 # Width and colour scheme of a window.
 WINDOWS = [
     *((400, "light"), (1280, "dark")),
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((400, "dark"), (1280, "light"))),
+    *(pytest.param(*window, marks=pytest.mark.slow) for window in ((400, "dark"), (1280, "light"))),
 ]
 PATIENCE = 20_000  # milliseconds
 
@@ -26,7 +26,7 @@ expect.set_options(timeout=patience(PATIENCE))
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Start Chromium for one module: playwright keeps an event loop in this thread, which would disturb other tests."""
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    path = next((executable for name in BROWSERS if (executable := shutil.which(name))), None)
     if path is None:
         pytest.skip("there is no Chromium here; run scripts/setup-browser as root, or install one")
     with sync_playwright() as playwright:
@@ -58,8 +58,11 @@ class Watched:
 def accessibility_faults(page: Page, exclude: str = "") -> list[str]:
     """Return the rules of axe that a page breaks, each with the first element; ``exclude`` is a selector."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed: scripts/setup dev")
-    found = axe.Axe().run(page, {"exclude": [[exclude]]} if exclude else None).response["violations"]
-    return [f"{each['id']}: {each['nodes'][0]['html']} ({len(each['nodes'])} elements)" for each in found]
+    violations = axe.Axe().run(page, {"exclude": [[exclude]]} if exclude else None).response["violations"]
+    return [
+        f"{violation['id']}: {violation['nodes'][0]['html']} ({len(violation['nodes'])} elements)"
+        for violation in violations
+    ]
 
 
 # Colours of text, by their names in colors.css, that differ too little from what they are on (WCAG 2.2, 1.4.3: 4.5).

@@ -26,11 +26,11 @@ def check_query(query: str) -> None:
     promql.walk(parsed, nodes.append)
     selectors = [node.vector_selector if isinstance(node, promql.MatrixSelector) else node for node in nodes]
     selectors = [node for node in selectors if isinstance(node, promql.VectorSelector)]
-    known = set(SCRAPED)
+    labels = set(SCRAPED)
     for selector in selectors:
-        known |= _check_selector(selector)
+        labels |= _check_selector(selector)
     for node in nodes:
-        assert _labels_of(node) <= known, f"{query}: of {_labels_of(node)} only {known} are there"
+        assert _labels_of(node) <= labels, f"{query}: of {_labels_of(node)} only {labels} are there"
 
 
 def _check_selector(selector: promql.VectorSelector) -> set[str]:

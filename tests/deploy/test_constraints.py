@@ -28,5 +28,5 @@ def test_constraints_resolve_from_the_default_index(python: str, extra: str) -> 
     if "Failed to fetch" in done.stderr or "error sending request" in done.stderr:
         pytest.skip("the package index does not answer")
     assert done.returncode == 0, done.stderr
-    found = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
-    assert found.keys() >= {"torch", "triton", "transformers", "grpcio", *(("nixl-cu13",) if extra == "gpu" else ())}
+    versions = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
+    assert versions.keys() >= {"torch", "triton", "transformers", "grpcio", *(("nixl-cu13",) if extra == "gpu" else ())}

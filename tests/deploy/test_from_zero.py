@@ -64,8 +64,8 @@ class Cluster:
     def _kubectl(self, namespace: dict[str, Manifest], words: list[str]) -> None:
         match words:
             case ["apply", "-k", folder]:
-                for each in self._build(folder):
-                    namespace[f"{each['kind']}/{each['metadata']['name']}".lower()] = each
+                for manifest in self._build(folder):
+                    namespace[f"{manifest['kind']}/{manifest['metadata']['name']}".lower()] = manifest
                 check_pods(namespace, self.reachable)
             case ["create", "secret", "generic", name, file]:
                 assert file.removeprefix("--from-file=") in self.files
@@ -88,8 +88,8 @@ class Cluster:
 
 def check_pods(namespace: dict[str, Manifest], reachable: set[str]) -> None:
     """Check that images, claims and Secrets of all pods exist."""
-    for each in list(namespace.values()):
-        template = each.get("spec", {}).get("template")
+    for manifest in list(namespace.values()):
+        template = manifest.get("spec", {}).get("template")
         if template is None:
             continue
         for container in template["spec"]["containers"]:
@@ -125,20 +125,26 @@ def test_the_job_brings_the_model_that_the_overlay_serves() -> None:
     """The job may reach the hub only over HTTPS, and its pod is as unprivileged as the others."""
 
     def environment(container: Manifest) -> dict[str, str]:
-        return {each["name"]: each["value"] for each in container["env"]}
+        return {variable["name"]: variable["value"] for variable in container["env"]}
 
     cluster = Cluster(ROOT)
-    found = {f"{each['kind']}/{each['metadata']['name']}": each for each in cluster._build("deploy/k8s/models")}
-    up = next(each for each in cluster._build("deploy/k8s/overlays/one-gpu") if each["kind"] == "StatefulSet")
-    pod = found["Job/bring-model"]["spec"]["template"]
-    (job,), (server,) = pod["spec"]["containers"], up["spec"]["template"]["spec"]["containers"]
+    manifests = {
+        f"{manifest['kind']}/{manifest['metadata']['name']}": manifest
+        for manifest in cluster._build("deploy/k8s/models")
+    }
+    up = next(
+        manifest for manifest in cluster._build("deploy/k8s/overlays/one-gpu") if manifest["kind"] == "StatefulSet"
+    )
+    pod = manifests["Job/bring-model"]["spec"]["template"]
+    (job,) = pod["spec"]["containers"]
+    (server,) = up["spec"]["template"]["spec"]["containers"]
     assert environment(job)["MODEL"] == environment(server)["MODEL"]
     assert job["image"] == server["image"]
     assert job["securityContext"] == server["securityContext"]
     assert pod["spec"]["securityContext"] == up["spec"]["template"]["spec"]["securityContext"]
-    policy = found["NetworkPolicy/bring-model"]["spec"]
+    policy = manifests["NetworkPolicy/bring-model"]["spec"]
     assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    for each in found.values():
-        kubernetes_validate.validate(each, SCHEMAS, strict=True)
+    for manifest in manifests.values():
+        kubernetes_validate.validate(manifest, SCHEMAS, strict=True)
     assert "app.kubernetes.io/part-of" not in pod["metadata"]["labels"], "the nodes' policies deny it everything"
     assert [port["port"] for rule in policy["egress"] for port in rule["ports"]] == [53, 53, 443]

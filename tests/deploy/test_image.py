@@ -120,6 +120,6 @@ def test_bill_of_materials_names_the_packages(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
     content = json.loads(output.read_text())
     assert content["bomFormat"] == "CycloneDX"
-    versions = {each["name"].lower(): each.get("version") for each in content["components"]}
+    versions = {component["name"].lower(): component.get("version") for component in content["components"]}
     assert {"pdserve", "torch", "grpcio", "fastapi"} <= versions.keys()
     assert all(versions.values())

@@ -17,7 +17,7 @@ REQUEST = 600  # seconds: --request-timeout
 
 def peer_of(overlay: str, pod: Pod) -> Pod:
     """Return the pod of a node that this one exchanges KV with; nodes of both roles are peers of each other."""
-    return next(each for each in pods(overlay) if each.is_node and (each.role != pod.role or pod.role == "both"))
+    return next(other for other in pods(overlay) if other.is_node and (other.role != pod.role or pod.role == "both"))
 
 
 # Overlays for namespaces of this level: https://kubernetes.io/docs/concepts/security/pod-security-standards/
@@ -135,8 +135,8 @@ def test_secrets_are_mounted_as_files(overlay: str, pod: Pod) -> None:
 
 @each_pod
 def test_disruption_budget_allows_one_pod(overlay: str, pod: Pod) -> None:
-    budgets = [each["spec"] for each in of_kind(overlay, "PodDisruptionBudget")]
-    (budget,) = [each for each in budgets if selects(each["selector"], pod.labels)]
+    budgets = [manifest["spec"] for manifest in of_kind(overlay, "PodDisruptionBudget")]
+    (budget,) = [budget for budget in budgets if selects(budget["selector"], pod.labels)]
     assert budget["maxUnavailable"] == 1
 
 
@@ -166,7 +166,7 @@ def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = NAMES
 
     ``namespace`` is where that is, if not where the pods are.
     """
-    found: set[range | None] = set()
+    ports: set[range | None] = set()
     for policy in of_kind(overlay, "NetworkPolicy"):
         spec = policy["spec"]
         if not selects(spec["podSelector"], to.labels):
@@ -174,8 +174,8 @@ def opened(overlay: str, labels: dict[str, str], to: Pod, namespace: str = NAMES
         for rule in spec.get("ingress", ()):
             peers = rule.get("from")
             if peers is None or any(peer_selects(peer, Endpoint(labels, namespace)) for peer in peers):
-                found |= ports_of(rule)
-    return found
+                ports |= ports_of(rule)
+    return ports
 
 
 def ports_of(rule: Manifest) -> set[range | None]:
@@ -192,7 +192,8 @@ def test_only_peers_reach_grpc_and_ucx(overlay: str, pod: Pod) -> None:
         assert opened(overlay, stranger, pod) == expected
         return
     first, last = map(int, pod.environment["UCX_TCP_PORT_RANGE"].split("-"))
-    grpc, ucx = range(GRPC[pod.role], GRPC[pod.role] + 1), range(first, last + 1)
+    grpc = range(GRPC[pod.role], GRPC[pod.role] + 1)
+    ucx = range(first, last + 1)
     other = peer_of(overlay, pod)
     assert opened(overlay, stranger, pod) == set()
     assert opened(overlay, {COMPONENT: "router"}, pod) == {grpc}
@@ -215,10 +216,10 @@ def test_only_prometheus_reaches_metrics(overlay: str, pod: Pod) -> None:
 
 @each_pod
 def test_every_metrics_port_has_a_pod_monitor(overlay: str, pod: Pod) -> None:
-    monitors = [each["spec"] for each in of_kind(overlay, "PodMonitor")]
-    found = [each for each in monitors if selects(each["selector"], pod.labels)]
-    assert len(found) == (0 if not monitors or pod.role.endswith("-ranks") else 1)
-    for endpoint in (endpoint for each in found for endpoint in each["podMetricsEndpoints"]):
+    monitors = [manifest["spec"] for manifest in of_kind(overlay, "PodMonitor")]
+    selecting = [monitor for monitor in monitors if selects(monitor["selector"], pod.labels)]
+    assert len(selecting) == (0 if not monitors or pod.role.endswith("-ranks") else 1)
+    for endpoint in (endpoint for monitor in selecting for endpoint in monitor["podMetricsEndpoints"]):
         assert endpoint["path"] == "/metrics"
         assert endpoint["port"] in [port["name"] for port in pod.container["ports"]]
         assert endpoint.get("scheme", "http") == "http"
@@ -229,8 +230,10 @@ def test_every_metrics_port_has_a_pod_monitor(overlay: str, pod: Pod) -> None:
 @each_pod
 def test_default_policy_denies_all_traffic(overlay: str, pod: Pod) -> None:
     closing = {"Ingress", "Egress"}
-    policies = [each["spec"] for each in of_kind(overlay, "NetworkPolicy")]
-    assert any(set(each["policyTypes"]) == closing and selects(each["podSelector"], pod.labels) for each in policies)
+    policies = [manifest["spec"] for manifest in of_kind(overlay, "NetworkPolicy")]
+    assert any(
+        set(policy["policyTypes"]) == closing and selects(policy["podSelector"], pod.labels) for policy in policies
+    )
 
 
 @each_pod
@@ -251,7 +254,7 @@ def test_ingress_and_egress_rules_match(overlay: str, pod: Pod) -> None:
 def test_groups_are_not_recreated_when_a_container_ends() -> None:
     groups = of_kind("multi-node-pp", "LeaderWorkerSet")
     assert len(groups) == 2
-    assert {each["spec"]["leaderWorkerTemplate"]["restartPolicy"] for each in groups} == {"None"}
+    assert {group["spec"]["leaderWorkerTemplate"]["restartPolicy"] for group in groups} == {"None"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -265,7 +268,8 @@ def test_overlays_fit_the_pod_security_level_of_the_documentation(overlay: str) 
 
 
 def is_restricted(pod: Pod) -> bool:
-    security, volumes = pod.spec["securityContext"], pod.spec["volumes"]
+    security = pod.spec["securityContext"]
+    volumes = pod.spec["volumes"]
     kinds = {kind for volume in volumes for kind in volume if kind != "name"}
     containers = [*pod.spec.get("initContainers", ()), *pod.spec["containers"]]
     return (
@@ -274,9 +278,9 @@ def is_restricted(pod: Pod) -> bool:
         and not {"hostNetwork", "hostPID", "hostIPC"} & pod.spec.keys()
         and kinds <= {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
         and all(
-            not each["securityContext"]["allowPrivilegeEscalation"]
-            and each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-            and not [port for port in each.get("ports", ()) if "hostPort" in port]
-            for each in containers
+            not container["securityContext"]["allowPrivilegeEscalation"]
+            and container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            and not [port for port in container.get("ports", ()) if "hostPort" in port]
+            for container in containers
         )
     )

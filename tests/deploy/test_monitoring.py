@@ -23,14 +23,14 @@ ALERTS = [rule for group in RULES["groups"] for rule in group["rules"]]
 SCENARIOS = yaml.safe_load(Path(__file__).with_name("alert_scenarios.yaml").read_text())
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "grafana.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
-TRIGGERS = [trigger for each in of_kind("autoscaling", "ScaledObject") for trigger in each["spec"]["triggers"]]
+TRIGGERS = [trigger for scaled in of_kind("autoscaling", "ScaledObject") for trigger in scaled["spec"]["triggers"]]
 
 
 @pytest.mark.parametrize(
     "query",
     [
         *(pytest.param(rule["expr"], id=f"{rule['alert']}-{rule['labels']['severity']}") for rule in ALERTS),
-        *(pytest.param(each["expr"], id=panel["title"]) for panel in PANELS for each in panel.get("targets", ())),
+        *(pytest.param(target["expr"], id=panel["title"]) for panel in PANELS for target in panel.get("targets", ())),
         *(pytest.param(trigger["metadata"]["query"], id=f"trigger {i}") for i, trigger in enumerate(TRIGGERS)),
     ],
 )
@@ -92,7 +92,7 @@ def test_grafana_dashboard_is_valid() -> None:
             or other["y"] + other["h"] <= one["y"]
         )
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in PANELS)
-    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     used = set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(PANELS)))
     assert used == variables
     for panel in PANELS:
@@ -103,12 +103,14 @@ def test_grafana_dashboard_is_valid() -> None:
 
 
 def test_grafana_sidecar_selects_the_dashboard() -> None:
-    (found,) = of_kind("multi-node", "ConfigMap")
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(found["data"]["pdserve.json"]) == DASHBOARD
+    (config_map,) = of_kind("multi-node", "ConfigMap")
+    assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(config_map["data"]["pdserve.json"]) == DASHBOARD
 
 
-@pytest.mark.parametrize("scaled", of_kind("autoscaling", "ScaledObject"), ids=lambda each: each["metadata"]["name"])
+@pytest.mark.parametrize(
+    "scaled", of_kind("autoscaling", "ScaledObject"), ids=lambda manifest: manifest["metadata"]["name"]
+)
 def test_scale_up_is_fast_scale_down_slow_and_one_node_stays(scaled: dict[str, Any]) -> None:
     spec = scaled["spec"]
     assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]

@@ -17,35 +17,35 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def templates(built: list[Manifest]) -> Iterator[dict[str, Any]]:
-    for each in built:
-        match each["kind"]:
+    for manifest in built:
+        match manifest["kind"]:
             case "Deployment" | "StatefulSet":
-                yield each["spec"]["template"]
+                yield manifest["spec"]["template"]
             case "LeaderWorkerSet":
-                group = each["spec"]["leaderWorkerTemplate"]
+                group = manifest["spec"]["leaderWorkerTemplate"]
                 yield from (group["leaderTemplate"], group["workerTemplate"])
 
 
 def nodes(built: list[Manifest]) -> list[dict[str, Any]]:
-    return [each for each in templates(built) if each["metadata"]["labels"][COMPONENT] != "router"]
+    return [template for template in templates(built) if template["metadata"]["labels"][COMPONENT] != "router"]
 
 
 def test_all_pods_of_nodes_are_on_the_network_of_the_card(built: list[Manifest]) -> None:
-    found = [each["metadata"].get("annotations") for each in nodes(built)]
-    assert len(found) in (2, 4)
-    assert all(each == {"k8s.v1.cni.cncf.io/networks": "roce"} for each in found)
+    annotations = [template["metadata"].get("annotations") for template in nodes(built)]
+    assert len(annotations) in (2, 4)
+    assert all(networks == {"k8s.v1.cni.cncf.io/networks": "roce"} for networks in annotations)
 
 
 def test_all_programs_listen_on_both_families(built: list[Manifest]) -> None:
-    for each in templates(built):
-        args = each["spec"]["containers"][0]["args"]
+    for template in templates(built):
+        args = template["spec"]["containers"][0]["args"]
         assert "--host=::" in args
         assert "--host=0.0.0.0" not in args
         assert "--metrics-host=0.0.0.0" not in args
 
 
 def test_clients_reach_the_router_by_both_families_and_nodes_have_one_address(built: list[Manifest]) -> None:
-    policies = {each["metadata"]["name"]: each["spec"] for each in built if each["kind"] == "Service"}
+    policies = {manifest["metadata"]["name"]: manifest["spec"] for manifest in built if manifest["kind"] == "Service"}
     assert policies.pop("pdserve")["ipFamilyPolicy"] == "PreferDualStack"
     assert policies
     for spec in policies.values():
@@ -54,10 +54,10 @@ def test_clients_reach_the_router_by_both_families_and_nodes_have_one_address(bu
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "FLASHINFER_WORKSPACE_BASE"])
 def test_digests_of_weights_and_compiled_kernels_are_kept_on_a_volume(built: list[Manifest], variable: str) -> None:
-    for each in nodes(built):
-        (container,) = each["spec"]["containers"]
+    for template in nodes(built):
+        (container,) = template["spec"]["containers"]
         (cache,) = (entry["value"] for entry in container["env"] if entry["name"] == variable)
         (mount,) = (mount for mount in container["volumeMounts"] if mount["mountPath"] == cache)
-        (volume,) = (volume for volume in each["spec"]["volumes"] if volume["name"] == mount["name"])
+        (volume,) = (volume for volume in template["spec"]["volumes"] if volume["name"] == mount["name"])
         assert not mount.get("readOnly")
         assert volume["persistentVolumeClaim"] == {"claimName": "cache"}

@@ -57,9 +57,9 @@ each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
 @each_overlay
 def test_overlay_fits_the_kubernetes_schemas(overlay: str) -> None:
-    for each in build(overlay):
-        if each["kind"] not in CUSTOM:
-            kubernetes_validate.validate(each, SCHEMAS, strict=True)
+    for manifest in build(overlay):
+        if manifest["kind"] not in CUSTOM:
+            kubernetes_validate.validate(manifest, SCHEMAS, strict=True)
 
 
 @each_overlay
@@ -105,11 +105,11 @@ def test_programs_parse_the_flags_of_manifests(overlay: str) -> None:
 
 @each_overlay
 def test_decode_nodes_find_only_prefill_nodes_of_their_revision(overlay: str) -> None:
-    found = {pod.role: pod for pod in pods(overlay)}
-    if "up" in found:
+    pod_of = {pod.role: pod for pod in pods(overlay)}
+    if "up" in pod_of:
         return
-    prefill, decode = (found[role if role in found else "both"] for role in ("prefill", "decode"))
-    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
+    prefill, decode = (pod_of[role if role in pod_of else "both"] for role in ("prefill", "decode"))
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind(overlay, "Service")}
     (source,) = decode.flags("prefill")
     name = re.fullmatch(r"dns://([a-z0-9-]+):9001", check_source(source)).group(1)  # type: ignore[union-attr]
     assert services[name]["clusterIP"] == "None"
@@ -121,27 +121,27 @@ def test_decode_nodes_find_only_prefill_nodes_of_their_revision(overlay: str) ->
 @each_overlay
 def test_nodes_pull_from_nodes_of_their_revision(overlay: str) -> None:
     """P reads from D and P, D from D beside its P. Nodes of both roles list each other with --prefill."""
-    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind(overlay, "Service")}
     wanted = {"prefill": ["decode", "prefill"], "decode": ["decode"]}
     for pod in pods(overlay):
-        sources = [re.fullmatch(r"dns://([a-z0-9-]+):(\d+)", check_source(each)) for each in pod.flags("kv-source")]
-        named = [(services[found[1]], int(found[2])) for found in sources if found]
+        sources = [re.fullmatch(r"dns://([a-z0-9-]+):(\d+)", check_source(source)) for source in pod.flags("kv-source")]
+        named = [(services[match[1]], int(match[2])) for match in sources if match]
         read = [
-            each
+            other
             for service, port in named
-            for each in pods(overlay)
-            if service["selector"].items() <= each.labels.items() and each.flags("port") == [str(port)]
+            for other in pods(overlay)
+            if service["selector"].items() <= other.labels.items() and other.flags("port") == [str(port)]
         ]
-        assert [each.role for each in read] == wanted.get(pod.role.removesuffix("-ranks"), [])
-        assert all(each.labels[REVISION] == pod.labels[REVISION] for each in read)
+        assert [other.role for other in read] == wanted.get(pod.role.removesuffix("-ranks"), [])
+        assert all(other.labels[REVISION] == pod.labels[REVISION] for other in read)
         for service, port in named:
             assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
-            assert [each["port"] for each in service["ports"]] == [port]
+            assert [entry["port"] for entry in service["ports"]] == [port]
 
 
 @each_overlay
 def test_router_sources_name_existing_services(overlay: str) -> None:
-    services = {each["metadata"]["name"]: each["spec"] for each in of_kind(overlay, "Service")}
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind(overlay, "Service")}
     routers = [pod for pod in pods(overlay) if pod.role == "router"]
     for router in routers:
         roles = {"node": "both"} if router.flags("node") else {"prefill": "prefill", "decode": "decode"}
@@ -151,14 +151,14 @@ def test_router_sources_name_existing_services(overlay: str) -> None:
             assert services[service]["clusterIP"] == "None"
             nodes = [pod for pod in pods(overlay) if services[service]["selector"].items() <= pod.labels.items()]
             assert [pod.role for pod in nodes] == [role]
-            assert [each["name"] for each in services[service]["ports"]] == [port]
+            assert [entry["name"] for entry in services[service]["ports"]] == [port]
 
 
 @each_overlay
 def test_router_and_nodes_have_one_model_and_one_image(overlay: str) -> None:
-    found = list(pods(overlay))
-    assert len({(pod.environment["MODEL"], pod.environment["MODEL_NAME"]) for pod in found}) == 1
-    assert len({pod.container["image"] for pod in found}) == 1
+    all_pods = list(pods(overlay))
+    assert len({(pod.environment["MODEL"], pod.environment["MODEL_NAME"]) for pod in all_pods}) == 1
+    assert len({pod.container["image"] for pod in all_pods}) == 1
 
 
 @pytest.mark.parametrize("overlay", [name for name in OVERLAYS if (KUBERNETES / "overlays" / name / "nodes").is_dir()])
@@ -179,7 +179,7 @@ def test_pool_selects_the_nodes_and_their_http_port() -> None:
     (decode,) = [pod for pod in chosen if pod.role == "decode"]
     assert [{"number": int(port)} for port in decode.flags("http")] == pool["spec"]["targetPorts"]
     for pod in chosen:
-        ports = {each["containerPort"] for each in pod.container["ports"]}
+        ports = {entry["containerPort"] for entry in pod.container["ports"]}
         assert {int(pod.flags(name)[0].rpartition(":")[2]) for name in EVENT_ENDPOINTS} <= ports
 
 
@@ -200,7 +200,7 @@ def test_query_of_the_keda_example_asks_for_an_exported_series() -> None:
 def test_configuration_of_llm_d_fits_its_release_and_the_overlay() -> None:
     """Names of plugins are those of llm-d-router v0.10.0; ports and the block size are those of the nodes."""
     config = yaml.safe_load((KUBERNETES.parent / "examples" / "llm-d.yaml").read_text())
-    plugins = {each["type"]: each.get("parameters", {}) for each in config["plugins"]}
+    plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in config["plugins"]}
     assert plugins.keys() == LLM_D_PLUGINS
     sources = config["dataLayer"]["sources"]
     parts = [*sources, *(part for source in sources for part in source["extractors"])]
@@ -222,10 +222,10 @@ def test_configuration_of_llm_d_fits_its_release_and_the_overlay() -> None:
         assert size == plugins[scored]["tokenProcessorConfig"]["blockSizeTokens"]
     (decode,) = [pod for pod in pods("gateway") if pod.role == "decode"]
     service, _, port = plugins["token-producer"]["vllm"]["url"].removeprefix("http://").partition(":")
-    assert service.split(".")[0] in {each["metadata"]["name"] for each in of_kind("gateway", "Service")}
+    assert service.split(".")[0] in {manifest["metadata"]["name"] for manifest in of_kind("gateway", "Service")}
     assert decode.flags("http") == [port]
 
 
 def test_examples_are_yaml() -> None:
     for path in (KUBERNETES.parent / "examples").iterdir():
-        assert all(each["kind"] for each in yaml.safe_load_all(path.read_text()))
+        assert all(manifest["kind"] for manifest in yaml.safe_load_all(path.read_text()))

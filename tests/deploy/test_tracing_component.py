@@ -17,7 +17,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_tracing_components_configure_all_programs(built: list[dict[str, Any]]) -> None:
-    specs = [each["spec"]["template"] for each in built if each["kind"] in ("Deployment", "StatefulSet")]
+    specs = [manifest["spec"]["template"] for manifest in built if manifest["kind"] in ("Deployment", "StatefulSet")]
     roles = {spec["metadata"]["labels"][COMPONENT]: spec["spec"]["containers"][0]["args"] for spec in specs}
     assert {*roles} == {"router", "prefill", "decode"}
     assert all(COLLECTOR in args for args in roles.values())
@@ -25,7 +25,7 @@ def test_tracing_components_configure_all_programs(built: list[dict[str, Any]]) 
 
 
 def test_only_pods_of_the_fleet_reach_the_collector(built: list[dict[str, Any]]) -> None:
-    (policy,) = (each["spec"] for each in built if each["metadata"]["name"] == "traces")
+    (policy,) = (manifest["spec"] for manifest in built if manifest["metadata"]["name"] == "traces")
     assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/part-of": "pdserve"}
     (rule,) = policy["egress"]
     assert rule["ports"] == [{"port": 4318}]

@@ -27,6 +27,6 @@ def test_no_exported_series_is_listed_as_meaningless() -> None:
 
 def test_series_have_the_labels_that_queries_select_by() -> None:
     labels = LISTED["labels"]
-    for name, found in SERIES.items():
+    for name, series_labels in SERIES.items():
         if name.startswith("vllm:"):
-            assert {*labels["all"], *labels.get(name, ())} <= found
+            assert {*labels["all"], *labels.get(name, ())} <= series_labels

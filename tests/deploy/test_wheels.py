@@ -77,7 +77,7 @@ def test_what_is_published_has_one_version_and_metadata(built: Path, wheels: dic
     for name, wheel in wheels.items():
         assert wheel.name == f"{name}-{__version__}-py3-none-any.whl"
         archive = zipfile.ZipFile(wheel)
-        (metadata,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         text = archive.read(metadata).decode()
         for line in ("License-Expression: Apache-2.0", "Requires-Python: >=3.11", "Classifier: Typing :: Typed"):
             assert f"\n{line}\n" in text
@@ -90,7 +90,7 @@ def test_wheel_serves_the_embedded_model(wheels: dict[str, Path], tmp_path: Path
 
 
 def test_router_wheel_serves_simulated_nodes_without_torch(router_python: Path, tmp_path: Path) -> None:
-    packages = {each["name"] for each in json.loads(run(router_python, "-m", "pip", "list", "--format", "json"))}
+    packages = {package["name"] for package in json.loads(run(router_python, "-m", "pip", "list", "--format", "json"))}
     assert not packages & {"torch", "safetensors", "transformers", "nixl-cu12", "nixl-cu13"}
     assert completion_of([router_python.with_name("pdserve"), *SIMULATED], tmp_path / "log")
 

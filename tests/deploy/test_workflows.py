@@ -24,7 +24,7 @@ def jobs(path: Path) -> dict[str, dict[str, Any]]:
 def test_actions_are_pinned_by_commit_with_their_version(path: Path) -> None:
     uses = re.findall(r"uses: (.*)", path.read_text())
     assert uses
-    assert [each for each in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)] == []
+    assert [action for action in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action)] == []
 
 
 @each_workflow

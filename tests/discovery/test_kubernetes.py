@@ -24,10 +24,10 @@ def watch(tmp_path: Path, scenario: Callable[[FakeCluster, Next], Awaitable[None
     async def run() -> None:
         async with running_cluster() as cluster:
             source = ServiceEndpoints(Cluster(cluster.url, tmp_path / "token"), "ai", "prefill", "grpc")
-            async with asyncio.timeout(30), aclosing(source.addresses()) as found:
+            async with asyncio.timeout(30), aclosing(source.addresses()) as answers:
 
                 async def following() -> set[str]:
-                    return set(await anext(found))
+                    return set(await anext(answers))
 
                 await scenario(cluster, following)
 
@@ -106,7 +106,7 @@ def test_known_endpoints_stay_while_the_api_fails(tmp_path: Path, status: int) -
 
 
 @pytest.mark.parametrize(
-    ("item", "port", "found"),
+    ("item", "port", "addresses"),
     [
         (endpoint_slice("a", ["10.0.0.1"]), "7000", {"10.0.0.1:7000"}),
         (endpoint_slice("a", ["10.0.0.1"]), "http", set()),
@@ -118,8 +118,8 @@ def test_known_endpoints_stay_while_the_api_fails(tmp_path: Path, status: int) -
         ),
     ],
 )
-def test_ports_by_number_and_name(item: dict[str, Any], port: str, found: set[str]) -> None:
-    assert addresses_of([item], port) == found
+def test_ports_by_number_and_name(item: dict[str, Any], port: str, addresses: set[str]) -> None:
+    assert addresses_of([item], port) == addresses
 
 
 def test_cluster_credentials_come_from_the_environment(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def test_dns_name_is_resolved_again_and_failures_change_nothing() -> None:
         return frozenset(answer)
 
     async def run() -> list[frozenset[str]]:
-        async with aclosing(dns_addresses("name", 1, interval=0.0, resolve=resolve)) as found:
-            return [await anext(found), await anext(found)]
+        async with aclosing(dns_addresses("name", 1, interval=0.0, resolve=resolve)) as answers:
+            return [await anext(answers), await anext(answers)]
 
     assert asyncio.run(run()) == [{"10.0.0.1:1"}, {"10.0.0.2:1", "[fd00::1]:1"}]
 
@@ -59,10 +59,10 @@ def test_file_is_read_again_and_invalid_content_changes_nothing(tmp_path: Path) 
     path = tmp_path / "nodes"
 
     async def run() -> list[frozenset[str]]:
-        async with aclosing(file_addresses(path, check_address, interval=0.0)) as found:
+        async with aclosing(file_addresses(path, check_address, interval=0.0)) as answers:
             path.write_text("# of today\n\n a:1\nb:2\na:1\n")
-            first = await anext(found)
-            second = asyncio.ensure_future(anext(found))
+            first = await anext(answers)
+            second = asyncio.ensure_future(anext(answers))
             for text in (b"no address", b"\xff\xfe", None, b"c:3"):
                 path.unlink() if text is None else path.write_bytes(text)
                 await asyncio.sleep(0.01)

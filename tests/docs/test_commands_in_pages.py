@@ -22,10 +22,10 @@ def commands_of(page: Path) -> list[list[str]]:
     """Return the words of each command in a code block of a command of pdserve."""
     text = page.read_text().replace("\\\n", " ")
     text = re.sub(r"^( *)scripts/serve", r"\1pdserve up", text, flags=re.MULTILINE)
-    found = re.findall(
+    lines = re.findall(
         rf"^(?:    |)(?:\$ )?(?:\.venv/bin/)?pdserve +((?:{'|'.join(COMMANDS)})\b.*)$", text, re.MULTILINE
     )
-    return [shlex.split(re.split(r" +#| +[&>|]", line)[0]) for line in found if "`" not in line]
+    return [shlex.split(re.split(r" +#| +[&>|]", line)[0]) for line in lines if "`" not in line]
 
 
 PARAMS = [pytest.param(words, id=f"{page.stem}: {' '.join(words)}") for page in PAGES for words in commands_of(page)]

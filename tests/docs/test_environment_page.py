@@ -25,15 +25,15 @@ VARIABLE = re.compile(f"(?:{PREFIXES})_[A-Z0-9_]+")
 @functools.cache
 def named_in_code() -> set[str]:
     """Return all strings of the programs that look like an environment variable."""
-    found: set[str] = set()
+    names: set[str] = set()
     files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for path in files.split():
         if path.startswith(("tests/", "pdserve/pb/")):
             continue
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value):
-                found.add(node.value)
-    return found
+                names.add(node.value)
+    return names
 
 
 def test_every_variable_of_the_code_is_on_the_page() -> None:

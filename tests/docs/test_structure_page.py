@@ -43,8 +43,8 @@ def test_searching_for_the_term_finds_the_files(term: str, files: list[str]) -> 
     pattern = re.compile(words, re.IGNORECASE)
     named = [path for path in files if path.endswith(".py")]
     assert named
-    found = [path for path in named if pattern.search(path) or pattern.search((ROOT / path).read_text())]
-    assert found == named
+    matching = [path for path in named if pattern.search(path) or pattern.search((ROOT / path).read_text())]
+    assert matching == named
 
 
 def test_the_checkout_has_no_other_top_level_package() -> None:

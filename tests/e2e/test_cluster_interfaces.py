@@ -83,7 +83,7 @@ def test_kv_events_of_p_and_d_have_the_blocks_of_a_request_once(cluster: Cluster
         numbers = reader.replay(0)
         assert numbers == list(range(len(numbers)))
         blocks[node.name] = len(reader.copy.blocks)
-        assert {known.kind for known in reader.copy.blocks.values()} <= {"full_attention"}
+        assert {block.kind for block in reader.copy.blocks.values()} <= {"full_attention"}
         for end in range(BLOCK, BLOCK * blocks[node.name] + 1, BLOCK):
             assert reader.copy.groups_with([*tokens, *output][:end]) == {0}
         reader.close()
@@ -123,7 +123,8 @@ def http_node(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Nod
 
 
 def test_decode_node_serves_the_openai_protocol_itself(cluster: Cluster, http_node: NodeProcess) -> None:
-    url, tokens = f"http://{http_node.address}", prompt(40 * BLOCK, 200)
+    url = f"http://{http_node.address}"
+    tokens = prompt(40 * BLOCK, 200)
     assert [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]] == [MODEL_NAME]
     assert httpx.get(f"{url}/health").status_code == 200
     expected = post(cluster, tokens, {}, max_tokens=6).json()["choices"][0]["token_ids"]
@@ -183,7 +184,8 @@ def test_elastic_node_serves_itself_and_has_prompts_computed_by_the_others(tmp_p
         other = fleet.start_both(model, tmp_path / "nodes", NODE)
         node = fleet.start_http_node("serve", model, [*NODE, "--prefill", other.address, "--trust-routing-headers"])
         fleet.wait_ready()
-        url, headers = f"http://{node.address}", {"x-prefiller-host-port": other.address}
+        url = f"http://{node.address}"
+        headers = {"x-prefiller-host-port": other.address}
         fields = {"model": MODEL_NAME, "max_tokens": 4, "ignore_eos": True}
         for seed in range(4):
             body = {"prompt": prompt(40 * BLOCK, seed), **fields}
@@ -206,5 +208,5 @@ def test_kv_events_of_a_node_with_several_ranks_come_once(tmp_path: Path) -> Non
         reader = EventReader(*endpoints)
         reader.replay(0)
         reader.close()
-    known = sorted(block.prefix or () for block in reader.copy.blocks.values())
-    assert known == [tuple(tokens[: BLOCK * count]) for count in range(1, 5)]
+    prefixes = sorted(block.prefix or () for block in reader.copy.blocks.values())
+    assert prefixes == [tuple(tokens[: BLOCK * count]) for count in range(1, 5)]

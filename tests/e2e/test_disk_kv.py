@@ -43,8 +43,9 @@ def restart(fleet: Served, *nodes: NodeProcess) -> None:
         node.wait_ended(10.0)
         node.respawn()
     fleet.fleet.wait_ready()
-    decode, num_prefill = fleet.fleet.decode, len(fleet.fleet.prefill)
-    fleet.fleet.wait_until(lambda: all(len(each.describe().connected_peers) == num_prefill for each in decode), 30.0)
+    decode = fleet.fleet.decode
+    num_prefill = len(fleet.fleet.prefill)
+    fleet.fleet.wait_until(lambda: all(len(node.describe().connected_peers) == num_prefill for node in decode), 30.0)
 
 
 def test_killed_node_finds_the_files_of_both(tmp_path: Path) -> None:
@@ -109,7 +110,8 @@ def test_directory_may_vanish_while_nodes_serve(tmp_path: Path) -> None:
         texts = begin_conversations(6)
         for _ in range(3):
             check_conversations(fleet, 1, texts)
-            for path in chance.sample(found := blocks_on(tmp_path / "kv"), len(found) // 2):
+            blocks = blocks_on(tmp_path / "kv")
+            for path in chance.sample(blocks, len(blocks) // 2):
                 path.unlink(missing_ok=True)
         os.rename(tmp_path / "kv", tmp_path / "elsewhere")
         check_conversations(fleet, 1, texts)

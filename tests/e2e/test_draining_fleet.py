@@ -26,8 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def migrations(fleet: Fleet, reason: str) -> float:
     lines = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
-    found = [line for line in lines if line.startswith(f'pdserve_migrations_total{{reason="{reason}"}}')]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+    series = [line for line in lines if line.startswith(f'pdserve_migrations_total{{reason="{reason}"}}')]
+    return sum(float(line.rpartition(" ")[2]) for line in series)
 
 
 def drain_under_load(fleet: Fleet, node: NodeProcess, max_tokens: int = 100) -> None:

@@ -91,7 +91,8 @@ def test_streams_move_without_a_change_of_their_tokens(fleet: Fleet) -> None:
     pulled = pulled_tokens(fleet)
 
     async def run() -> None:
-        nodes, metrics = Nodes({}, {MODEL_NAME}), RouterMetrics()
+        nodes = Nodes({}, {MODEL_NAME})
+        metrics = RouterMetrics()
         served = router_fleet.Fleet(MODEL_NAME, nodes, "round-robin", metrics)
         nodes.listed("both", frozenset(node.address for node in fleet.both))
         await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 2)
@@ -140,7 +141,8 @@ FORGED: dict[str, list[pb.ResumedChoice]] = {
 
 def test_forged_moves_are_refused_or_computed_and_change_no_other_stream(fleet: Fleet, model: Path) -> None:
     """A client of the gRPC port resumes requests that never ran, with the KV of a node that never computed them."""
-    reference, prompt = reference_model(model), random_prompts(5, 1, 100)[0]
+    reference = reference_model(model)
+    prompt = random_prompts(5, 1, 100)[0]
     first, second = fleet.both
     names = [first.describe().node_id, second.describe().node_id, "nothing", "x" * 10_000]
     with RouterClient(first.address) as victim, RouterClient(first.address) as forger:
@@ -170,7 +172,8 @@ def test_streams_move_exactly_while_nodes_are_killed_and_stopped(model: Path, tm
     flags = ("--engine", "simulated", "--sim-costs", "step=0.004", "--handoff-min-tokens", "1")
 
     async def run(fleet: Fleet) -> None:
-        nodes, metrics = Nodes({}, {MODEL_NAME}), RouterMetrics()
+        nodes = Nodes({}, {MODEL_NAME})
+        metrics = RouterMetrics()
         served = router_fleet.Fleet(MODEL_NAME, nodes, "round-robin", metrics)
         nodes.listed("both", frozenset(node.address for node in fleet.both))
         await nodes.wait_until(lambda: nodes.complete and len(nodes.views()) == 3)
@@ -257,12 +260,12 @@ def test_a_killed_node_costs_no_answer_and_a_drained_one_no_failure(model: Path,
             running = [pool.submit(fleet.complete, prompt, 100, cache_salt="killed") for prompt in prompts]
             fleet.wait_until(lambda: first.status().running > 0 or running[0].done(), PATIENCE)
             first.kill()
-            assert [each.result() for each in running] == expected
+            assert [future.result() for future in running] == expected
             first.restart()
             fleet.wait_until(lambda: nodes_ready(fleet) == 2, PATIENCE)
             running = [pool.submit(fleet.complete, prompt, 100, cache_salt="drained") for prompt in prompts]
             second.signal(signal.SIGTERM)
-            assert [each.result() for each in running] == expected
+            assert [future.result() for future in running] == expected
         second.wait_ended(30.0)
         assert second.child.process.returncode == 0, second.output
         first.wait_idle()

@@ -37,12 +37,12 @@ def expected(embedder: Path) -> list[list[float]]:
     tokenizer = Tokenizer.load(embedder)
     with torch.no_grad():
         states = [model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0, -1] for text in TEXTS]
-        found: list[list[float]] = torch.nn.functional.normalize(torch.stack(states), dim=-1).tolist()
-    return found
+        vectors: list[list[float]] = torch.nn.functional.normalize(torch.stack(states), dim=-1).tolist()
+    return vectors
 
 
 def embed(fleet: Fleet, texts: Sequence[str], **fields: Any) -> list[list[float]]:
-    return [each["embedding"] for each in fleet.post("/v1/embeddings", {"input": list(texts), **fields})["data"]]
+    return [entry["embedding"] for entry in fleet.post("/v1/embeddings", {"input": list(texts), **fields})["data"]]
 
 
 def test_vectors_are_those_of_the_model(fleet: Fleet, expected: list[list[float]]) -> None:
@@ -55,12 +55,12 @@ def test_killed_prefill_node_leaves_exact_vectors(fleet: Fleet, expected: list[l
 
     def answers(client: int) -> list[list[list[float]]]:
         """Send the texts again and again, under salts of their own, until the last answer comes after the kill."""
-        found: list[list[list[float]]] = []
+        vectors: list[list[list[float]]] = []
         last = False
         while not last:
             last = killed.is_set()
-            found.append(embed(fleet, TEXTS, cache_salt=f"{client} {len(found)}"))
-        return found
+            vectors.append(embed(fleet, TEXTS, cache_salt=f"{client} {len(vectors)}"))
+        return vectors
 
     with ThreadPoolExecutor() as pool:
         clients = [pool.submit(answers, client) for client in range(3)]

@@ -35,7 +35,8 @@ class Tenant(NamedTuple):
         )
 
 
-BUSY, QUIET = new_key(), new_key()
+BUSY = new_key()
+QUIET = new_key()
 
 
 @pytest.fixture
@@ -76,7 +77,8 @@ async def ended_before(fleet: Fleet, busy: Tenant, quiet: Tenant) -> int:
     return passed
 
 
-NODES, ROUTER = "1024", "50"  # --max-inflight with which requests wait at the nodes, or at router and nodes
+NODES = "1024"  # --max-inflight with which requests wait at the nodes
+ROUTER = "50"  # --max-inflight with which they wait at router and nodes
 ADDRESSES = Tenant(), Tenant(address="127.0.0.2")
 KEYS = Tenant(BUSY), Tenant(QUIET)
 

@@ -61,7 +61,8 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     decode = directory / "decode"
     decode.touch()
     flags = [*TIER_FLAGS, "--disk-kv", str(directory), "--disk-kv-size", "1G"]
-    source, always = ["--kv-source", f"file://{decode}"], ["--handoff-min-tokens", "0"]
+    source = ["--kv-source", f"file://{decode}"]
+    always = ["--handoff-min-tokens", "0"]
     with start_pair(checkpoint, flags, source, always) as pair:
         decode.write_text(pair.decode.address)
         pair.warm = request.param

@@ -91,7 +91,8 @@ STAGES: dict[str, tuple[str, Callable[[pb.NodeStatus], bool]]] = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint: Checkpoint, stage: str) -> None:
     where, wanted = STAGES[stage]
-    prefill, decode = fleet.prefill[0], fleet.decode[0]
+    prefill = fleet.prefill[0]
+    decode = fleet.decode[0]
     node = prefill if where == "prefill" else decode
     seen = False
     with ThreadPoolExecutor(8) as pool:
@@ -109,7 +110,8 @@ def test_requests_survive_the_death_of_the_prefill_node(fleet: Fleet, checkpoint
     decode.wait_idle(20.0)
     prefill.restart()
     wait_for(lambda: len(decode.describe().connected_peers) == 1)
-    handoffs, failures = decode.counter("handoffs"), decode.counter("handoff_failures")
+    handoffs = decode.counter("handoffs")
+    failures = decode.counter("handoff_failures")
     prompt = new_prompt(300)
 
     def is_handed_off() -> bool:
@@ -166,7 +168,8 @@ async def _many_requests(url: str, count: int, cancelled: set[int], rng: random.
 
 def overwrite_cache(node: NodeProcess) -> None:
     """Fill the whole KV cache of a prefill node with another prompt, as another decode node could."""
-    status, description = node.status(), node.describe()
+    status = node.status()
+    description = node.describe()
     length = min(status.total_blocks * description.kv_layout.block_size, description.max_model_len) - 8
     request = pb.PrefillRequest(
         request_id="overwrite",
@@ -188,7 +191,8 @@ def test_expired_lease_yields_no_token(checkpoint: Checkpoint, stopped: str) -> 
         start_fleet(checkpoint.directory, prefill_flags=flags, decode_flags=decode_flags) as fleet,
         ThreadPoolExecutor(1) as pool,
     ):
-        prefill, decode = fleet.prefill[0], fleet.decode[0]
+        prefill = fleet.prefill[0]
+        decode = fleet.decode[0]
         prompt = new_prompt(2000)
         prefill.signal_engine(signal.SIGSTOP)
         running = pool.submit(fleet.complete, prompt, 40)

@@ -54,7 +54,7 @@ def differences(got: list[Any], expected: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def uses_flashinfer(node: NodeProcess) -> bool:
-    (engine,) = (each for each in node.processes("engine") if "engine.process" in each.cmdline())
+    (engine,) = (process for process in node.processes("engine") if "engine.process" in process.cmdline())
     return any(KERNELS in mapped.path for mapped in engine.memory_maps())
 
 

@@ -26,8 +26,8 @@ BACKENDS = {"V1": "torch", "V2": "triton"}
 def checkpoint(tmp_path: Path) -> Path:
     directory = make_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=len(SCALES))
     scales = {
-        f"model.layers.{layer}.self_attn.{plane}_scale": torch.tensor(getattr(each, plane))
-        for layer, each in enumerate(SCALES)
+        f"model.layers.{layer}.self_attn.{plane}_scale": torch.tensor(getattr(layer_scales, plane))
+        for layer, layer_scales in enumerate(SCALES)
         for plane in "kv"
     }
     add_tensors(directory, scales)
@@ -72,10 +72,10 @@ def test_nodes_with_another_cache_are_refused_by_name(checkpoint: Path) -> None:
         fleet.wait_ready()
         scales = "k 0.01562 … 0.03125, v 0.0625 … 0.125 in 2 layers"
         refusals = "kv_dtype: float32 here, fp8_e4m3 there; kv_scales: none here", "kv_scales: 1.0 here"
-        fleet.wait_until(lambda: all(f"{each}, {scales}" in decode.output for each in refusals), 20.0)
+        fleet.wait_until(lambda: all(f"{refusal}, {scales}" in decode.output for refusal in refusals), 20.0)
         prompt = [(7 * index) % 120 + 3 for index in range(50)]
         with RouterClient(decode.address) as client:
-            found = client.generate(prompt, greedy(OUTPUT, ignore_eos=True), fleet.prefill[0].address)
-        assert found.tokens == alone(checkpoint, "V1", prompt)
+            answer = client.generate(prompt, greedy(OUTPUT, ignore_eos=True), fleet.prefill[0].address)
+        assert answer.tokens == alone(checkpoint, "V1", prompt)
         assert decode.counter("handoffs") == 0
         assert list(decode.describe().connected_peers) == []

@@ -95,7 +95,8 @@ def connect(fleet: Fleet) -> socket.socket:
 
 def test_client_that_never_reads_is_disconnected(unharmed: Fleet) -> None:
     """The client's request is paused, and ends on the nodes when the router closes the connection."""
-    decode, before = unharmed.decode[0], unharmed.decode[0].counter("sampled_tokens")
+    decode = unharmed.decode[0]
+    before = unharmed.decode[0].counter("sampled_tokens")
     with send_unread(unharmed.url, {"n": 32, "max_tokens": 1900, "logprobs": 20}) as client:
         wait_for(lambda: decode.status().paused == 32)
         assert decode.status().held_blocks

@@ -56,10 +56,12 @@ def test_request_id_is_in_the_logs_of_all_processes(model: Path) -> None:
                 assert line["message"]
                 assert line["logger"]
             assert SECRET not in process.output
-        found = {role: lines_with_id(process)[0] for role, process in processes.items()}
+        first_lines = {role: lines_with_id(process)[0] for role, process in processes.items()}
 
     usage = answer.json()["usage"]
-    router, decode, prefill = found["router"], found["decode"], found["prefill"]
+    router = first_lines["router"]
+    decode = first_lines["decode"]
+    prefill = first_lines["prefill"]
     assert router["node"]
     assert decode["node"] == fleet.decode[0].address
     assert (router["status"], router["outcome"], router["model"]) == (200, "ok", MODEL_NAME)

@@ -76,8 +76,8 @@ def test_streamed_echo_equals_the_full_answer(client: httpx.Client) -> None:
     assert chunks[0]["prompt_token_ids"] == full["prompt_token_ids"]
     assert "".join(chunk["text"] for chunk in chunks) == full["text"]
     for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        found = [item for chunk in chunks if chunk["logprobs"] for item in chunk["logprobs"][column]]
-        assert found == full["logprobs"][column]
+        streamed = [item for chunk in chunks if chunk["logprobs"] for item in chunk["logprobs"][column]]
+        assert streamed == full["logprobs"][column]
 
 
 @pytest.mark.parametrize(

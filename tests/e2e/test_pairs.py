@@ -24,7 +24,8 @@ from node_client import Generated, RouterClient, greedy
 from pdserve.model.model_config import ModelConfig, load_model_config
 from pdserve.sampling_params import SamplingParams
 
-BLOCK, STEP = 16, 32  # tokens; a prompt that is longer than a step is announced and read in parts
+BLOCK = 16  # tokens
+STEP = 32  # tokens; a prompt that is longer than a step is announced and read in parts
 VOCABULARY = 128
 OUTPUT = 6  # tokens
 ALL_START_SECONDS = 300.0  # 26 processes
@@ -104,12 +105,13 @@ def flags_of(split: str) -> list[str]:
 def send_all(address: str, peer: str, salt: str) -> list[Generated]:
     """Send all requests at once and return their outputs."""
     with RouterClient(address) as client:
-        results = [client.send(each.prompt, each.sampling, peer, cache_salt=salt) for each in REQUESTS]
+        results = [client.send(request.prompt, request.sampling, peer, cache_salt=salt) for request in REQUESTS]
         return [result.wait(ANSWER_SECONDS) for result in results]
 
 
 def check_pair(nodes: Nodes, source: str, target: str) -> None:
-    prefill, decode = nodes.prefill[source], nodes.decode[target]
+    prefill = nodes.prefill[source]
+    decode = nodes.decode[target]
     names = ("handoffs", "handoff_failures", "handoff_recomputes", "local_prefills", "kv_reads", "kv_read_bytes")
     before = {name: decode.counter(name) for name in names}
     answers = send_all(decode.address, prefill.address, f"{source} to {target}")

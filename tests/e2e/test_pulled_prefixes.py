@@ -24,7 +24,8 @@ from pdserve.config.resolve import resolve
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
-BLOCK, ANSWER = 16, 16  # tokens
+BLOCK = 16  # tokens
+ANSWER = 16  # tokens
 SIMULATED = ["--engine", "simulated", "--block-size", str(BLOCK), "--handoff-min-tokens", "0"]
 SIMULATED += ["--sim-costs", "prompt-token=0.001"]
 #: A read takes as long as to compute 250 tokens, a step one second.
@@ -36,7 +37,8 @@ SLOW_DECODE = [*SLOW, "--handoff-min-tokens", "0"]
 def start(model: Path, listed: Path, prefill: int, prefill_flags: list[str], *decode_flags: list[str]) -> Fleet:
     """Start prefill nodes, and a decode node per list of flags, without a router. Each may read from all others."""
     listed.touch()
-    sources, fleet = ["--kv-source", f"file://{listed}"], Fleet()
+    sources = ["--kv-source", f"file://{listed}"]
+    fleet = Fleet()
     try:
         for _ in range(prefill):
             fleet.start_prefill(model, [*sources, *prefill_flags])
@@ -103,7 +105,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Fleet]:
-    traces, listed = ["--traces", collector.url], tmp_path_factory.mktemp("listed") / "nodes"
+    traces = ["--traces", collector.url]
+    listed = tmp_path_factory.mktemp("listed") / "nodes"
     with (
         mock.patch.dict(os.environ, {"OTEL_BSP_SCHEDULE_DELAY": "20"}),
         start(model, listed, 2, [*SLOW, *traces], [*SIMULATED, *traces]) as fleet,
@@ -130,18 +133,19 @@ def test_p_pulls_the_history_from_d_and_from_another_p(
     fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
 ) -> None:
     """The KV of the answer's last token does not exist before the next turn."""
-    (first, second), (decode,) = fleet.prefill, fleet.decode
+    first, second = fleet.prefill
+    (decode,) = fleet.decode
     before = history(router, 1)
     cached = full_blocks(len(before) - 1)
     turn = before + new_prompt(40, 2)
     named = {"prefix_tokens": cached}
-    found = router.generate(turn, greedy(ANSWER), id_of(first), prefix_node=id_of(decode), **named)
-    assert found.tokens == expected(turn)
-    assert found.cached_tokens == first.counter("pulled_tokens") == cached
+    answer = router.generate(turn, greedy(ANSWER), id_of(first), prefix_node=id_of(decode), **named)
+    assert answer.tokens == expected(turn)
+    assert answer.cached_tokens == first.counter("pulled_tokens") == cached
     other = before + new_prompt(40, 3)
-    found = router.generate(other, greedy(ANSWER), id_of(second), prefix_node=id_of(first), **named)
-    assert found.tokens == expected(other)
-    assert found.cached_tokens == second.counter("pulled_tokens") == cached
+    answer = router.generate(other, greedy(ANSWER), id_of(second), prefix_node=id_of(first), **named)
+    assert answer.tokens == expected(other)
+    assert answer.cached_tokens == second.counter("pulled_tokens") == cached
     assert decode.counter("pulled_tokens") == decode.counter("handoff_failures") == 0
     assert [node.counter("pull_failures") for node in fleet.nodes] == [0, 0, 0]
 
@@ -150,9 +154,11 @@ def test_traces_show_what_a_pull_was_to_take_and_has_taken(
     fleet: Fleet, router: RouterClient, collector: Collector
 ) -> None:
     """The source's span is below that of the pull."""
-    (first, _), (decode,) = fleet.prefill, fleet.decode
+    first, _ = fleet.prefill
+    (decode,) = fleet.decode
     before = history(router, 14)
-    cached, turn = full_blocks(len(before) - 1), before + new_prompt(40, 15)
+    cached = full_blocks(len(before) - 1)
+    turn = before + new_prompt(40, 15)
     named = {"prefix_node": id_of(decode), "prefix_tokens": cached}
     for trace, prompt, ended in (("a" * 32, turn, "pull"), ("b" * 32, turn[:-1], "prefill")):
         context = {"traceparent": f"00-{trace}-{'1' * 16}-01"}
@@ -162,7 +168,8 @@ def test_traces_show_what_a_pull_was_to_take_and_has_taken(
         if ended == "prefill":
             assert "no pull" in at_p.events, "the prefix is cached here since the first request"
             continue
-        pull, prefill = at_p.child("pull"), at_p.child("prefill").attributes
+        pull = at_p.child("pull")
+        prefill = at_p.child("prefill").attributes
         assert prefill["pdserve.prefill.tokens"] == len(prompt) - cached
         assert pull.child("prefill node").attributes["gen_ai.usage.cache_read.input_tokens"] == cached
         assert pull.attributes["pdserve.pull.tokens"] == pull.attributes["pdserve.pull.expected_tokens"] == cached
@@ -174,21 +181,26 @@ def test_traces_show_what_a_pull_was_to_take_and_has_taken(
 def test_d_pulls_the_prefix_of_a_new_prompt(
     fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    (first, _), (decode,) = fleet.prefill, fleet.decode
-    cached, pulled = full_blocks(600), decode.counter("pulled_tokens")
+    first, _ = fleet.prefill
+    (decode,) = fleet.decode
+    cached = full_blocks(600)
+    pulled = decode.counter("pulled_tokens")
     prompt = new_prompt(600, 4)
     serve_at(first, prompt)
     turn = prompt + new_prompt(40, 5)
-    found = router.generate(turn, greedy(ANSWER), id_of(first), pull=True, prefix_tokens=cached)
-    assert found.tokens == expected(turn)
+    answer = router.generate(turn, greedy(ANSWER), id_of(first), pull=True, prefix_tokens=cached)
+    assert answer.tokens == expected(turn)
     assert decode.counter("pulled_tokens") == pulled + cached
 
 
 def test_tenants_do_not_share_what_is_pulled(
     fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    (first, _), (decode,) = fleet.prefill, fleet.decode
-    before, pulled, misses = history(router, 6), first.counter("pulled_tokens"), first.counter("pull_misses")
+    first, _ = fleet.prefill
+    (decode,) = fleet.decode
+    before = history(router, 6)
+    pulled = first.counter("pulled_tokens")
+    misses = first.counter("pull_misses")
     turn = before + new_prompt(40, 7)
     named = {"prefix_node": id_of(decode), "prefix_tokens": 608, "cache_salt": "another tenant"}
     assert router.generate(turn, greedy(ANSWER), id_of(first), **named).tokens == expected(turn)
@@ -198,10 +210,11 @@ def test_tenants_do_not_share_what_is_pulled(
 def test_a_source_that_is_not_connected_costs_nothing(
     fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    turn, peer = new_prompt(100, 8), id_of(fleet.prefill[0])
-    found = router.generate(turn, greedy(ANSWER), peer, prefix_node="unknown", prefix_tokens=96)
-    assert found.tokens == expected(turn)
-    assert found.cached_tokens == 0
+    turn = new_prompt(100, 8)
+    peer = id_of(fleet.prefill[0])
+    answer = router.generate(turn, greedy(ANSWER), peer, prefix_node="unknown", prefix_tokens=96)
+    assert answer.tokens == expected(turn)
+    assert answer.cached_tokens == 0
 
 
 def test_decode_node_computes_no_prompts_for_peers(fleet: Fleet) -> None:
@@ -220,9 +233,11 @@ def test_source_that_fails_amid_a_pull_changes_no_token(
 ) -> None:
     """A pull takes a second here."""
     first, second = fleet.prefill
-    prompt, failures = new_prompt(600, len(fault)), second.counter("pull_failures")
+    prompt = new_prompt(600, len(fault))
+    failures = second.counter("pull_failures")
     router.generate(prompt, greedy(ANSWER), id_of(first))
-    turn, cached = prompt + new_prompt(40, 9), full_blocks(600)
+    turn = prompt + new_prompt(40, 9)
+    cached = full_blocks(600)
     running = router.send(turn, greedy(ANSWER), id_of(second), prefix_node=id_of(first), prefix_tokens=cached)
     fleet.wait_until(lambda: second.status().reading > 0 and first.status().leased_blocks > 0, 10.0)
     first.stop("node") if fault == "stopped" else first.signal(signal.SIGKILL)
@@ -261,7 +276,8 @@ def test_source_takes_its_blocks_back_before_it_preempts(
     crowded: Fleet, expected: Callable[[list[int]], list[int]], length: int, reader: str
 ) -> None:
     """The history takes 38 of 64 blocks; the request needs more than the others at once, or when it decodes."""
-    (prefill,), (source, decode) = crowded.prefill, crowded.decode
+    (prefill,) = crowded.prefill
+    source, decode = crowded.decode
     names = ("leases_granted", "leases_revoked", "preemptions"), ("pull_revocations", "pull_failures", "pulled_tokens")
     before = counters(source, names[0]), counters(prefill, names[1])
     with RouterClient(source.address) as own, RouterClient(decode.address) as other:
@@ -307,11 +323,13 @@ def test_reader_that_does_not_read_delays_no_request_of_the_source(
     crowded: Fleet, expected: Callable[[list[int]], list[int]], leaves: bool
 ) -> None:
     """The lease would last for four seconds."""
-    source, names = crowded.decode[0], ("leases_revoked", "leases_expired")
+    source = crowded.decode[0]
+    names = ("leases_revoked", "leases_expired")
     before = counters(source, names)
     with RouterClient(source.address) as own, PrefillClient(source.address) as peer:
         cached = pack_tokens(history(own, 93 + leaves))
-        epoch, sampling = source.describe().epoch, sampling_to_pb(greedy(1))
+        epoch = source.describe().epoch
+        sampling = sampling_to_pb(greedy(1))
         sent = peer.send(pb.PrefillRequest(epoch=epoch, token_ids=cached, sampling=sampling, cached_only=True))
         kinds = [sent.next().WhichOneof("kind") for _ in range(3)]
         assert kinds == ["accepted", "kv_ready", "finished"]
@@ -348,7 +366,8 @@ class Real:
         self._directory = directory
         with mock.patch.dict(os.environ, variables):
             self.fleet = start(checkpoint, directory / "nodes", 1, flags, [*flags, "--handoff-min-tokens", "0"])
-        (self.prefill,), (self.decode,) = self.fleet.prefill, self.fleet.decode
+        (self.prefill,) = self.fleet.prefill
+        (self.decode,) = self.fleet.decode
 
     @contextmanager
     def switch(self, *names: str) -> Iterator[None]:
@@ -381,7 +400,8 @@ class Real:
 def serve_at(node: NodeProcess, prompt: list[int]) -> None:
     """Have a prefill node compute a prompt, which no other node knows."""
     with PrefillClient(node.address) as peer:
-        epoch, sampling = node.describe().epoch, sampling_to_pb(greedy(1))
+        epoch = node.describe().epoch
+        sampling = sampling_to_pb(greedy(1))
         sent = peer.send(pb.PrefillRequest(epoch=epoch, token_ids=pack_tokens(prompt), sampling=sampling))
         sent.all()
         peer.release(sent)
@@ -402,17 +422,19 @@ NAMES = ("pulled_tokens", "pull_computed_tokens")
 @pytest.mark.parametrize("reader", ["P", "D"])
 def test_answer_after_a_pull_is_that_of_the_model(real: Real, reader: str, split: bool) -> None:
     """The source alone has the history; if it is D, generated tokens included."""
-    node, before = (real.prefill, counters(real.prefill, NAMES))
+    node = real.prefill
+    before = counters(real.prefill, NAMES)
     if reader == "D":
-        node, before = real.decode, counters(real.decode, NAMES)
+        node = real.decode
+        before = counters(real.decode, NAMES)
     with RouterClient(real.decode.address) as router, real.switch(*["split"] * split):
         turn, cached = real.turn(router, 10 + 2 * split + 4 * (reader == "D"), "D" if reader == "P" else "P")
         named = {"pull": True} if reader == "D" else {"prefix_node": id_of(real.decode)}
-        found = router.generate(turn, greedy(ANSWER), id_of(real.prefill), prefix_tokens=cached, **named)
-        real.check(found.tokens, turn)
+        answer = router.generate(turn, greedy(ANSWER), id_of(real.prefill), prefix_tokens=cached, **named)
+        real.check(answer.tokens, turn)
     computed = full_blocks(cached // 2) if split else 0
     assert change(node, NAMES, before) == [cached - computed, computed]
-    assert found.cached_tokens == cached - computed
+    assert answer.cached_tokens == cached - computed
 
 
 @pytest.mark.parametrize(
@@ -420,14 +442,16 @@ def test_answer_after_a_pull_is_that_of_the_model(real: Real, reader: str, split
 )
 def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
     """D computes the first half. The source fails before a byte has come, or a byte of the other half has changed."""
-    source, names = real.prefill, (*NAMES, "kv_checksum_failures")
-    before, seed = counters(real.decode, names), 20 + 2 * len(fault)
+    source = real.prefill
+    names = (*NAMES, "kv_checksum_failures")
+    before = counters(real.decode, names)
+    seed = 20 + 2 * len(fault)
     switches = ["split", "flip" if fault == "byte flipped" else "hold"]
     with RouterClient(real.decode.address) as router, real.switch(*switches):
         turn, cached = real.turn(router, seed, "P")
         request = {"pull": True, "prefix_tokens": cached}
         if fault == "byte flipped":
-            found = router.generate(turn, greedy(ANSWER), id_of(source), **request)
+            answer = router.generate(turn, greedy(ANSWER), id_of(source), **request)
         else:
             running = router.send(turn, greedy(ANSWER), id_of(source), **request)
             real.fleet.wait_until(lambda: real.decode.status().reading > 0 and source.status().leased_blocks > 0, 10.0)
@@ -435,11 +459,11 @@ def test_fault_amid_a_split_changes_no_token(real: Real, fault: str) -> None:
             if fault == "source killed":
                 source.wait_ended(5.0)
             real.release_reads()
-            found = running.wait()
+            answer = running.wait()
         if fault == "source stopped":
             source.resume("node")
         elif fault == "source killed":
             source.restart()
         wait_connected(real.fleet)
-        real.check(found.tokens, turn)
+        real.check(answer.tokens, turn)
     assert change(real.decode, names, before) == [0, 0, fault == "byte flipped"]

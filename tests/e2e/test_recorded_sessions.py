@@ -76,8 +76,8 @@ def connected(fleet: Fleet) -> httpx.Client:
 def disconnected(fleet: Fleet) -> float:
     """Return the number of requests whose client went away."""
     samples = [sample for metric in scrape(f"{fleet.url}/metrics") for sample in metric.samples]
-    found = [sample for sample in samples if sample.name == "pdserve_requests_total"]
-    return sum(sample.value for sample in found if sample.labels["outcome"] == "disconnected")
+    series = [sample for sample in samples if sample.name == "pdserve_requests_total"]
+    return sum(sample.value for sample in series if sample.labels["outcome"] == "disconnected")
 
 
 def comparable(answer: Answer) -> tuple[object, ...]:
@@ -87,7 +87,8 @@ def comparable(answer: Answer) -> tuple[object, ...]:
 def replay(session: Session, client: httpx.Client, fleet: Fleet) -> tuple[list[Fields], list[Answer]]:
     """Return the bodies and the answers of all turns. Prefill nodes die, and the decode node of a long answer."""
     faults = {PREFILL_NODES_DIE: ask_while_prefill_nodes_die, long_turn(session): ask_while_decode_node_dies}
-    bodies, answers = [], []
+    bodies = []
+    answers = []
     for number, turn in enumerate(session.record.turns, 1):
         if number - DEAD_TURNS in faults:
             restart_dead_nodes(fleet)
@@ -167,7 +168,9 @@ def ask_while_prefill_nodes_die(session: Session, client: httpx.Client, body: Fi
 
 def ask_while_decode_node_dies(session: Session, client: httpx.Client, body: Fields, fleet: Fleet) -> Answer:
     """A decode node dies once the client has some of its answer; the other one continues."""
-    before, events, killed = migrations(fleet), [], False
+    before = migrations(fleet)
+    events = []
+    killed = False
     for event in session.stream(client, body):
         events.append(event)
         if session.text_of(event) and not killed:
@@ -181,11 +184,11 @@ def decoding(fleet: Fleet) -> NodeProcess:
     """Return the decode node of the only request."""
     busy: list[NodeProcess] = []
 
-    def found() -> bool:
+    def is_decoding() -> bool:
         busy.extend(node for node in fleet.decode if node.status().running)
         return bool(busy)
 
-    fleet.wait_until(found, 10.0)
+    fleet.wait_until(is_decoding, 10.0)
     return busy[0]
 
 

@@ -36,7 +36,8 @@ def check_model(served: Served) -> None:
     prompts += [[*shared[: STEP + index], 5, 6] for index in range(2)]  # branches
     for _ in range(2):
         served.check(prompts)
-    decodes, (prefill,) = served.fleet.decode, served.fleet.prefill
+    decodes = served.fleet.decode
+    (prefill,) = served.fleet.prefill
     assert sum(decode.counter("handoffs") for decode in decodes) == 2 * len(prompts)
     assert sum(decode.counter("handoff_failures") for decode in decodes) == 0
     assert prefill.counter("prefix_cached_tokens") > 0
@@ -46,10 +47,13 @@ def check_model(served: Served) -> None:
 
 def check_pauses(served: Served, lengths: Sequence[int], output: int = 250) -> None:
     """Clients stop reading amid their answers, and read on. Some states arrive at a block boundary."""
-    node, prompts = served.fleet.decode[0], [random_prompt(900 + length, length) for length in lengths]
+    node = served.fleet.decode[0]
+    prompts = [random_prompt(900 + length, length) for length in lengths]
     fields = {"max_tokens": output, "logprobs": 20, "temperature": 0.0, "return_token_ids": True}
     with ExitStack() as stack:
-        clients = [stack.enter_context(send_unread(served.fleet.url, {"prompt": each, **fields})) for each in prompts]
+        clients = [
+            stack.enter_context(send_unread(served.fleet.url, {"prompt": prompt, **fields})) for prompt in prompts
+        ]
         served.fleet.wait_until(lambda: node.status().paused == len(prompts), 60.0)
         for prompt, client in zip(prompts, clients, strict=True):
             tokens = read_tokens(client)

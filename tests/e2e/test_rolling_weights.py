@@ -109,7 +109,8 @@ def roll_with_faults(fleet: Fleet, rolling: RollingFleet) -> None:
     nodes = [*rolling.prefill, *rolling.decode]
     kills = (fault for fault in random_faults(5, {"prefill": 2, "decode": 2}, pause=2.0) if "stop" not in fault.kind)
     with FaultInjector(fleet, kills) as injector:
-        end, changed = time.monotonic() + patience(60.0), 0
+        end = time.monotonic() + patience(60.0)
+        changed = 0
         while time.monotonic() < end:
             changed += reload([rng.choice(nodes)], rng.choice("ab"), rng.choice(("wait", "abort")))
             time.sleep(rng.uniform(0.5, 2.0))

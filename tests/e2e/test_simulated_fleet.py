@@ -72,7 +72,8 @@ def uses_a_device(node: NodeProcess) -> bool:
 
 
 def test_tokens_are_equal_with_and_without_handoff_and_after_prefill_death(fleet: Fleet, model: Path) -> None:
-    (prefill,), (decode,) = fleet.prefill, fleet.decode
+    (prefill,) = fleet.prefill
+    (decode,) = fleet.decode
     assert [node.describe().runner for node in (prefill, decode)] == ["simulated", "simulated"]
     assert not uses_a_device(prefill)
     assert not uses_a_device(decode)

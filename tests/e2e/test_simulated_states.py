@@ -12,7 +12,8 @@ import pytest
 from fleet import Fleet, add_tokenizer, start_fleet
 from make_checkpoint import SHAPES
 
-BLOCK, SLOTS = 16, 4
+BLOCK = 16
+SLOTS = 4
 FLAGS = ("--engine", "simulated", "--sim-costs", "step=0.004", "--block-size", str(BLOCK), "--kv-cache-memory", "8GiB")
 
 

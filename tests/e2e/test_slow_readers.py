@@ -107,16 +107,18 @@ def unhindered_answer(fleet: Fleet) -> Callable[[str], Answer]:
 def test_client_that_reads_late_gets_the_same_answer(
     fleet: Fleet, kind: str, unhindered_answer: Callable[[str], Answer]
 ) -> None:
-    body, expected = request_body(kind), unhindered_answer(kind)
-    found = asyncio.run(read_after(lambda: fleet.wait_until(lambda: paused(fleet) > 0, 30.0), fleet.url, body))
-    assert found.num_tokens == expected.num_tokens > 1000
-    assert found.matches(expected)
+    body = request_body(kind)
+    expected = unhindered_answer(kind)
+    answer = asyncio.run(read_after(lambda: fleet.wait_until(lambda: paused(fleet) > 0, 30.0), fleet.url, body))
+    assert answer.num_tokens == expected.num_tokens > 1000
+    assert answer.matches(expected)
 
 
 @pytest.mark.slow
 def test_paused_request_migrates(fleet: Fleet, unhindered_answer: Callable[[str], Answer]) -> None:
     """The node dies while the request is paused. The request is paused on the other node, too, and continues there."""
-    body, expected = request_body(EVERYDAY), unhindered_answer(EVERYDAY)
+    body = request_body(EVERYDAY)
+    expected = unhindered_answer(EVERYDAY)
 
     def move() -> None:
         fleet.wait_until(lambda: paused(fleet) > 0, 30.0)

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.timeout(300)
 
 def bodies(seed: int) -> list[dict[str, Any]]:
     """Return requests of many kinds; most of their outputs repeat themselves."""
-    rng, found = random.Random(seed), []
+    rng = random.Random(seed)
+    requests = []
     for index, length in enumerate((5, 30, STEP, STEP + 1, 3 * STEP + 5, 60)):
         few = rng.sample(range(3, 128), 3)
         body: dict[str, Any] = {
@@ -47,11 +48,11 @@ def bodies(seed: int) -> list[dict[str, Any]]:
             "ignore_eos": True,
         }
         more = ({"logprobs": 3}, {"n": 3}, {"presence_penalty": 0.5, "frequency_penalty": 0.1})
-        found += [body, body | more[index % 3], body | {"stop_token_ids": few[:1], "min_tokens": 9 + index}]
+        requests += [body, body | more[index % 3], body | {"stop_token_ids": few[:1], "min_tokens": 9 + index}]
     prompt = random_prompt(seed, 30)
     regexes = ("(river and bridge, ){4,9}end", "[a-z ]{3,9}(, and so on){3,8}")
-    return found + [
-        {"prompt": prompt, "max_tokens": 60, "seed": 3, "structured_outputs": {"regex": each}} for each in regexes
+    return requests + [
+        {"prompt": prompt, "max_tokens": 60, "seed": 3, "structured_outputs": {"regex": regex}} for regex in regexes
     ]
 
 
@@ -60,8 +61,8 @@ def answers(fleet: Fleet, wanted: Sequence[dict[str, Any]], **fields: Any) -> li
 
     def answer(body: dict[str, Any]) -> Any:
         whole = {"model": MODEL_NAME, "return_token_ids": True} | body | fields
-        found = fleet.post("/v1/completions", whole, timeout=150.0)
-        return found["choices"]
+        reply = fleet.post("/v1/completions", whole, timeout=150.0)
+        return reply["choices"]
 
     with ThreadPoolExecutor(len(wanted)) as pool:
         return list(pool.map(answer, wanted))
@@ -71,23 +72,25 @@ def check(fleet: Fleet, seed: int) -> None:
     wanted = bodies(seed)
     expected = answers(fleet, wanted, disable_spec_decode=True)
     assert not sum(node.counter("spec_decode_num_drafts") for node in fleet.nodes)
-    for found, choices in zip(answers(fleet, wanted), expected, strict=True):
-        for ours, theirs in zip(found, choices, strict=True):
+    for speculated, choices in zip(answers(fleet, wanted), expected, strict=True):
+        for ours, theirs in zip(speculated, choices, strict=True):
             same = ("token_ids", "text", "finish_reason", "stop_reason")
             assert {name: ours.get(name) for name in same} == {name: theirs.get(name) for name in same}
             if theirs["logprobs"] is not None:
-                logprobs = (each["logprobs"]["token_logprobs"] for each in (ours, theirs))
+                logprobs = (choice["logprobs"]["token_logprobs"] for choice in (ours, theirs))
                 assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
 
 
 def check_usage(served: Served) -> None:
     """Usage counts drafts of D; a request without drafts has no such field."""
-    body, (node,) = {"model": MODEL_NAME} | bodies(1)[0], served.fleet.decode
+    body = {"model": MODEL_NAME} | bodies(1)[0]
+    (node,) = served.fleet.decode
     off = served.fleet.post("/v1/completions", body | {"disable_spec_decode": True})["usage"]
     assert "completion_tokens_details" not in off
     before = drafted(node), accepted(node)
     usage = served.fleet.post("/v1/completions", body)["usage"]
-    drafts, right = drafted(node) - before[0], accepted(node) - before[1]
+    drafts = drafted(node) - before[0]
+    right = accepted(node) - before[1]
     details = usage["completion_tokens_details"]
     assert usage["completion_tokens"] == off["completion_tokens"]
     assert details["accepted_prediction_tokens"] == right > 0
@@ -108,7 +111,8 @@ def test_answers_are_the_same_through_handoffs(sides: str, tmp_path: Path) -> No
     prefill, decode = ("1 lookup" if side in sides else "1" for side in "PD")
     with Served(LLAMA, tmp_path / "m", [prefill], [decode]) as served:
         check(served.fleet, seed=1)
-        (d,), (p,) = served.fleet.decode, served.fleet.prefill
+        (d,) = served.fleet.decode
+        (p,) = served.fleet.prefill
         assert (accepted(d) > 20) == ("D" in sides)
         assert not accepted(p) or "P" in sides
         if sides == "D":
@@ -142,15 +146,15 @@ def test_answers_are_the_same_with_few_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "source"), [(LLAMA, "lookup"), (MIMO, "mtp"), (QWEN35_MTP, "mtp")])
 def test_an_answer_continues_on_a_node_that_does_not_speculate(model: Model, source: str, tmp_path: Path) -> None:
     """One of two decode nodes dies while it computes an answer; the other one has no drafts."""
-    (body,) = [each | {"max_tokens": 250, "temperature": 0.7} for each in bodies(4)[3:4]]
+    (body,) = [body | {"max_tokens": 250, "temperature": 0.7} for body in bodies(4)[3:4]]
     with Served(model, tmp_path / "m", [f"1 {source}"], [f"1 {source}", "1"]) as served:
         expected = answers(served.fleet, [body], disable_spec_decode=True)
         node = served.fleet.decode[0]
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(answers, served.fleet, [body] * 2)
+            continued = pool.submit(answers, served.fleet, [body] * 2)
             served.fleet.wait_until(lambda: drafted(node) > 9, 30.0)
             node.kill()
-            assert found.result() == expected * 2
+            assert continued.result() == expected * 2
 
 
 @pytest.mark.slow
@@ -173,23 +177,27 @@ def test_answers_of_recurrent_layers_are_the_same(prefill: str, decode: str, tmp
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("model", "source"), [(LLAMA, "lookup"), (MIMO, "mtp")])
 def test_v2_answers_are_those_of_v1(model: Model, source: str, tmp_path: Path) -> None:
-    wanted = [each | {"max_tokens": 16} for each in (*bodies(5)[1::3], bodies(5)[-1])]  # few, as an interpreter is slow
+    wanted = [body | {"max_tokens": 16} for body in (*bodies(5)[1::3], bodies(5)[-1])]  # few, as an interpreter is slow
     with Served(model, tmp_path / "v1") as served:
         expected = answers(served.fleet, wanted)
-    flags, speculating = ("--block-size", "16"), [f"1 {source}"]
+    flags = ("--block-size", "16")
+    speculating = [f"1 {source}"]
     with Served(model, tmp_path / "v2", speculating, speculating, flags=flags, runner="V2") as served:
-        found = answers(served.fleet, wanted)
+        v2_answers = answers(served.fleet, wanted)
         assert drafted(served.fleet.decode[0]) > 20
-    for ours, theirs in zip(found, expected, strict=True):
-        assert [each["token_ids"] for each in ours] == [each["token_ids"] for each in theirs]
+    for ours, theirs in zip(v2_answers, expected, strict=True):
+        assert [choice["token_ids"] for choice in ours] == [choice["token_ids"] for choice in theirs]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"),
     [
-        *((MIMO, *each) for each in (("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "pp2 mtp"))),
-        *((QWEN35_MTP, *each) for each in (("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "tp2 mtp"))),
+        *((MIMO, *sides) for sides in (("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "pp2 mtp"))),
+        *(
+            (QWEN35_MTP, *sides)
+            for sides in (("1 mtp", "1 mtp"), ("1", "1 mtp"), ("1 mtp", "1"), ("tp2 mtp", "tp2 mtp"))
+        ),
     ],
 )
 def test_draft_layers_change_no_answer(model: Model, prefill: str, decode: str, tmp_path: Path) -> None:
@@ -239,14 +247,14 @@ def test_eagle3_heads_change_no_answer(prefill: str, decode: str, tmp_path: Path
 @pytest.mark.slow
 def test_v2_answers_with_an_eagle3_head_are_those_of_v1(tmp_path: Path) -> None:
     """With few requests: a step takes the interpreter a second."""
-    wanted = [each | {"max_tokens": 8} for each in bodies(5)[:4:3]]
+    wanted = [body | {"max_tokens": 8} for body in bodies(5)[:4:3]]
     with Served(LLAMA, tmp_path / "v1") as served:
         expected = answers(served.fleet, wanted)
     flags = ("--block-size", "16")
     with Served(LLAMA, tmp_path / "v2", ["1 eagle3"], ["1 eagle3"], flags=flags, runner="V2") as served:
-        found = answers(served.fleet, wanted)
+        v2_answers = answers(served.fleet, wanted)
         assert drafted(served.fleet.decode[0]) > 10
-    assert [each[0]["token_ids"] for each in found] == [each[0]["token_ids"] for each in expected]
+    assert [choices[0]["token_ids"] for choices in v2_answers] == [choices[0]["token_ids"] for choices in expected]
 
 
 @pytest.mark.slow
@@ -262,7 +270,8 @@ def test_acceptance_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> N
 @pytest.mark.timeout(3600)
 def test_acceptance_of_an_eagle3_head_after_a_handoff_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     """A trained head drafts with the KV that P's head has left."""
-    directory, head = tmp_path / "trained", tmp_path / "head"
+    directory = tmp_path / "trained"
+    head = tmp_path / "head"
     train(directory, steps=120)
     train_head(head, STEPS, target=directory)
     check_acceptance(directory, PlainEagle3.read(head, directory), f"eagle3:{head}")
@@ -285,7 +294,7 @@ def check_acceptance(directory: Path, plain: FirstDrafts, source: str) -> None:
         outputs = [choices[0]["token_ids"] for choices in answers(fleet, bodies)]
         (node,) = fleet.decode
         assert node.counter("handoffs") == len(prompts)
-        found = accepted(node) / node.counter("spec_decode_num_draft_tokens")
+        acceptance = accepted(node) / node.counter("spec_decode_num_draft_tokens")
     made, right = map(sum, zip(*map(plain_acceptance, [plain] * len(prompts), prompts, outputs), strict=True))
     assert right > 0.1 * made, "the model has learned too little to tell"
-    assert found == pytest.approx(right / made, abs=0.01)
+    assert acceptance == pytest.approx(right / made, abs=0.01)

@@ -54,8 +54,10 @@ def checkpoint(directory: Path, num_layers: int) -> Path:
 @pytest.fixture(scope="module", params=["V1", pytest.param("V2", marks=pytest.mark.slow)])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A P and a D with one runner. With V1, D has two pipeline stages; the last one applies the masks."""
-    is_v1, directory = request.param == "V1", tmp_path_factory.mktemp("structured")
-    environ, split = RUNNER_ENVIRONMENTS[request.param], ("--pp", "2") if is_v1 else ()
+    is_v1 = request.param == "V1"
+    directory = tmp_path_factory.mktemp("structured")
+    environ = RUNNER_ENVIRONMENTS[request.param]
+    split = ("--pp", "2") if is_v1 else ()
     model = checkpoint(directory, 2 if is_v1 else 1)
     with Fleet() as fleet:
         fleet.start_prefill(model, SMALL, environ)
@@ -97,7 +99,8 @@ def test_choices_of_a_handoff_follow_a_schema(fleet: Fleet) -> None:
 
 
 def test_a_handoff_and_a_cached_prompt_give_the_same_tokens(fleet: Fleet) -> None:
-    prompt, fields = new_prompt(33), {"n": 2, "structured_outputs": {"regex": "[a-z]{3}-[0-9]{2,3}"}}
+    prompt = new_prompt(33)
+    fields = {"n": 2, "structured_outputs": {"regex": "[a-z]{3}-[0-9]{2,3}"}}
     handed_off = complete(fleet, prompt, **fields)
     before = fleet.decode[0].counter("local_prefills")
     local = complete(fleet, prompt, **fields)
@@ -149,7 +152,8 @@ def test_every_notation_of_structured_outputs_is_followed(fleet: Fleet, fields: 
 
 
 def test_grammar_precedence_over_other_parameters(fleet: Fleet) -> None:
-    prompt, structure = new_prompt(5), {"structured_outputs": {"regex": "[0-9]{2,4}"}}
+    prompt = new_prompt(5)
+    structure = {"structured_outputs": {"regex": "[0-9]{2,4}"}}
     # EOS ends the output despite ignore_eos and min_tokens, because the grammar allows nothing else.
     (short,) = complete(fleet, prompt, **structure, ignore_eos=True, min_tokens=50)
     assert re.fullmatch("[0-9]{2,4}", short["text"])
@@ -197,7 +201,8 @@ def test_reasoning_ends_after_its_budget(fleet: Fleet) -> None:
     (choice,) = fleet.post("/v1/chat/completions", {**body, "return_token_ids": True})["choices"]
     assert fleet.decode[0].counter("handoffs") == before + 1
     assert choice["token_ids"][3:-2] == marker
-    reasoning, content = choice["message"]["reasoning"], choice["message"]["content"]
+    reasoning = choice["message"]["reasoning"]
+    content = choice["message"]["content"]
     assert re.fullmatch("[aeiou]{3}", reasoning)
     assert re.fullmatch("[aeiou]{2}", content)
     deltas = stream_chat(fleet, **body)

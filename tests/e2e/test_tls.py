@@ -99,7 +99,8 @@ def test_peers_without_certificate_are_refused(fleet: Fleet, ca: trustme.CA) -> 
     stranger = trustme.CA()
     foreign = stranger.issue_cert(SERVER_NAME)
     root = ca.cert_pem.bytes()
-    key, chain = foreign.private_key_pem.bytes(), b"".join(blob.bytes() for blob in foreign.cert_chain_pems)
+    key = foreign.private_key_pem.bytes()
+    chain = b"".join(blob.bytes() for blob in foreign.cert_chain_pems)
     for node in (*fleet.prefill, *fleet.decode):
         for credentials in (
             None,
@@ -155,7 +156,8 @@ def test_renewed_certificates_are_used(fleet: Fleet, ca: trustme.CA, identity: P
 def test_invalid_certificate_files_are_explained(tmp_path: Path, ca: trustme.CA) -> None:
     directory = write_identity(tmp_path / "a", ca)
     other = write_identity(tmp_path / "b", ca)
-    cert, key = directory / "cert.pem", directory / "key.pem"
+    cert = directory / "cert.pem"
+    key = directory / "key.pem"
     key.write_bytes((other / "key.pem").read_bytes())
     for make in (lambda: PeerTls(str(directory)), lambda: Certificate(str(cert), str(key))):
         with pytest.raises(ConfigError, match=r"PEM certificate with its unencrypted key.*mismatch"):

@@ -23,9 +23,11 @@ from pdserve.checkpoint.hub import EMBEDDED_MODEL
 
 SIMULATED = ("--engine", "simulated")
 FAST_EXPORT = {"OTEL_BSP_SCHEDULE_DELAY": "20"}  # milliseconds until spans are exported
-LONG, SHORT = 700, 8  # prompt tokens: handed off in parts, and computed on D
+LONG = 700  # tokens of a prompt that is handed off in parts
+SHORT = 8  # tokens of a prompt that D computes
 PARTS = ("--max-batch-tokens", "256")
-TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
 
 PREFILL_SPANS: dict[str, Any] = {"queue": {}, "prefill": {}, "lease": {}}
 HANDOFF_SPANS: dict[str, Any] = {
@@ -106,7 +108,8 @@ def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) 
     generate = root.child("generate")
     at_d = generate.child("decode node")
     handoff = at_d.child("handoff")
-    at_p, transfer = handoff.child("prefill node"), handoff.child("transfer")
+    at_p = handoff.child("prefill node")
+    transfer = handoff.child("transfer")
     services = [span.service for span in (root, generate, at_d, handoff, at_p)]
     assert services == ["pdserve-router", "pdserve-router", "pdserve-decode", "pdserve-decode", "pdserve-prefill"]
     check_contiguous(at_d.child("reserve"), handoff, at_d.child("first step"), at_d.child("decode"))
@@ -122,17 +125,17 @@ def test_handoff_trace_parts_add_up_to_ttft(fleet: Fleet, collector: Collector) 
     assert attributes["gen_ai.usage.output_tokens"] == 8
     assert attributes["http.response.status_code"] == 200
     assert handoff.attributes["pdserve.prefill_node"] == fleet.prefill[0].address
-    known = sum((root.child(name).end - root.child(name).start) / 1e9 for name in ("prepare", "admission"))
-    assert known + (first - at_d.start) / 1e9 < attributes["gen_ai.response.time_to_first_chunk"]
+    seconds_before = sum((root.child(name).end - root.child(name).start) / 1e9 for name in ("prepare", "admission"))
+    assert seconds_before + (first - at_d.start) / 1e9 < attributes["gen_ai.response.time_to_first_chunk"]
 
 
 def test_ttft_parts_are_a_histogram(fleet: Fleet, collector: Collector) -> None:
     def totals() -> dict[str, float]:
-        found: dict[str, float] = {}
+        sums: dict[str, float] = {}
         for node in fleet.decode:
             for name, value in node.status().counters.items():
-                found[name] = found.get(name, 0.0) + value
-        return found
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
 
     before = totals()
     root = collector.wait(send(fleet, body_of(LONG), traced("1" * 32)), "decode node")
@@ -242,8 +245,8 @@ def test_failed_handoff_is_a_separate_trace_part(fleet: Fleet, collector: Collec
 
 
 def running(fleet: Fleet) -> NodeProcess:
-    (found,) = (node for node in fleet.decode if node.status().running)
-    return found
+    (node,) = (node for node in fleet.decode if node.status().running)
+    return node
 
 
 def test_unreachable_collector_is_logged_once_and_blocks_nothing(model: Path) -> None:

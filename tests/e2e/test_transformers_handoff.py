@@ -17,7 +17,9 @@ from checkpoints import reference_greedy, reference_model
 from fleet import add_tokenizer, start_fleet
 from quantized_checkpoints import quantize
 
-BLOCK, STEP, OUTPUT = 16, 64, 8  # tokens: of a block, a step and an answer
+BLOCK = 16  # tokens
+STEP = 64  # tokens
+OUTPUT = 8  # tokens of an answer
 FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "16", "--max-model-len", "400", "--threads", "1")
 
 #: Two of the families are quantized: per-expert weights in FP8 blocks, and fused experts in MXFP4.
@@ -35,7 +37,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(each, marks=[] if each in EVERYDAY else pytest.mark.slow) for each in FAMILIES]
+    "model_type", [pytest.param(family, marks=[] if family in EVERYDAY else pytest.mark.slow) for family in FAMILIES]
 )
 def test_tokens_are_exact_through_a_handoff(model_type: str, tmp_path: Path) -> None:
     """Prompts around block and step sizes, together and again from the prefix caches.

@@ -39,7 +39,8 @@ class Up:
     """A running ``pdserve up`` with its output in files."""
 
     def __init__(self, directory: Path, *argv: str) -> None:
-        self.out, self.err = directory / "out", directory / "err"
+        self.out = directory / "out"
+        self.err = directory / "err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "cli", "up", *FLAGS, *argv], stdout=out, stderr=err, start_new_session=True
@@ -48,11 +49,11 @@ class Up:
     def wait_served(self) -> str:
         """Wait until the printed URL appears, and return it."""
         end = time.monotonic() + patience(90)
-        while (found := re.search(r"is served at (http://\S+)", self.out.read_text())) is None:
+        while (match := re.search(r"is served at (http://\S+)", self.out.read_text())) is None:
             assert self.process.poll() is None, self.err.read_text()
             assert time.monotonic() < end, self.err.read_text()
             time.sleep(0.05)
-        return found[1]
+        return match[1]
 
     def descendants(self) -> list[psutil.Process]:
         children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
@@ -74,11 +75,11 @@ def started(directory: Path, *argv: str) -> Iterator[Up]:
 
 def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
     """Files in /dev/shm that these processes have mapped."""
-    found = set()
+    mapped = set()
     for process in processes:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
-        found |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}
-    return found
+        mapped |= {Path(name) for name in re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}
+    return mapped
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
@@ -108,9 +109,9 @@ def post_for_headers(url: str, body: dict[str, Any], key: str = "") -> tuple[Any
 
 def in_flight(url: str) -> float:
     with urllib.request.urlopen(f"{url}/metrics", timeout=patience(10)) as response:
-        found = re.search(r"^pdserve_requests_in_flight (\S+)$", response.read().decode(), re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+        match = re.search(r"^pdserve_requests_in_flight (\S+)$", response.read().decode(), re.MULTILINE)
+    assert match is not None
+    return float(match[1])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -219,8 +220,8 @@ def test_up_serves_a_reranker_without_decode_nodes(tmp_path: Path) -> None:
         assert not any("decode_node" in process.cmdline() for process in up.descendants())
         assert "/v1/rerank" in up.out.read_text()
         results = post(f"{url}/v1/rerank", {"query": "query", "documents": documents})["results"]
-    assert [each["index"] for each in results] == sorted(range(8), key=lambda index: -scores[index])
-    assert [each["relevance_score"] for each in results] == pytest.approx(sorted(scores, reverse=True), abs=1e-5)
+    assert [result["index"] for result in results] == sorted(range(8), key=lambda index: -scores[index])
+    assert [result["relevance_score"] for result in results] == pytest.approx(sorted(scores, reverse=True), abs=1e-5)
 
 
 def tokens_of(url: str, seed: int) -> list[int]:
@@ -261,7 +262,8 @@ def test_prefill_node_that_dies_starts_again_and_no_request_notices(simulated: U
 def test_router_and_engine_that_die_start_again(simulated: Up) -> None:
     up = simulated
     url = up.wait_served()
-    expected, ready = tokens_of(url, 1), up.err.read_text().count("is ready after")
+    expected = tokens_of(url, 1)
+    ready = up.err.read_text().count("is ready after")
     killed = [up.child("router"), up.child("decode_node").children()[0]]
     for process in killed:
         process.kill()

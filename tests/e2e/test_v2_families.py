@@ -21,10 +21,13 @@ from quantized_checkpoints import quantize
 
 from pdserve.config.runner_oracle import VARIABLE
 
-BLOCK, WINDOW, STEP = 16, 20, 64  # tokens: of a block, gpt-oss's window and a step
+BLOCK = 16  # tokens
+WINDOW = 20  # tokens of gpt-oss's window
+STEP = 64  # tokens
 FLAGS = ("--max-batch-tokens", str(STEP), "--max-num-seqs", "8", "--max-model-len", "400")
 FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
-START, ANSWER = 200.0, 200.0  # seconds
+START = 200.0  # seconds
+ANSWER = 200.0  # seconds
 
 
 class Place(NamedTuple):
@@ -72,8 +75,8 @@ def test_tokens_through_a_handoff_equal_transformers(family: str, place: Place, 
     expected = [reference_greedy(reference, prompt, place.output) for prompt in place.prompts]
     with started(place, directory) as fleet, RouterClient(fleet.decode[0].address) as client:
         for _ in range(2):
-            sent = [client.send(each, greedy(place.output), fleet.prefill[0].address) for each in place.prompts]
-            assert [each.wait(ANSWER).tokens for each in sent] == expected
+            sent = [client.send(prompt, greedy(place.output), fleet.prefill[0].address) for prompt in place.prompts]
+            assert [request.wait(ANSWER).tokens for request in sent] == expected
         decode = fleet.decode[0]
         assert decode.counter("handoffs") == 2 * len(expected)
         assert decode.counter("handoff_failures") == 0
@@ -82,7 +85,8 @@ def test_tokens_through_a_handoff_equal_transformers(family: str, place: Place, 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt_oss"])
 def test_tokens_with_an_fp8_cache_equal_those_of_a_node_alone(family: str, place: Place, tmp_path: Path) -> None:
     """In float32, where the tokens of a step do not depend on what else it computes."""
-    directory, sampling = make_checkpoint(tmp_path / "model", family), greedy(place.output)
+    directory = make_checkpoint(tmp_path / "model", family)
+    sampling = greedy(place.output)
     with started(place, directory, FP8_CACHE, alone=True) as fleet:
         decode, other = fleet.decode
         with RouterClient(decode.address) as client, RouterClient(other.address) as client_alone:

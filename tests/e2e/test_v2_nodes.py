@@ -71,7 +71,8 @@ def test_describe_names_the_runner(nodes: Nodes) -> None:
 
 
 def test_handed_off_tokens_equal_transformers(nodes: Nodes) -> None:
-    prefill, decode = nodes.prefill, nodes.decode
+    prefill = nodes.prefill
+    decode = nodes.decode
     before = decode.counter("handoffs")
     prompts = [new_prompt(length) for length in (1, 15, 16, 17, 70)]
     with RouterClient(decode.address) as client:
@@ -104,7 +105,7 @@ def while_the_last_step_is_in_flight(nodes: Nodes) -> Callable[[Generated], bool
 @pytest.mark.parametrize(
     "moment",
     [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (at_once, while_p_computes, at_the_first_token)),
+        *(pytest.param(moment, marks=pytest.mark.slow) for moment in (at_once, while_p_computes, at_the_first_token)),
         while_the_last_step_is_in_flight,
     ],
 )
@@ -113,7 +114,8 @@ def test_cancelled_request_frees_its_blocks(
 ) -> None:
     """The next request can use the blocks and the slot at once, and gets its own tokens."""
     peer = nodes.prefill.address
-    prompt, following = new_prompt(70), new_prompt(35)
+    prompt = new_prompt(70)
+    following = new_prompt(35)
     is_reached = moment(nodes)
     with RouterClient(nodes.decode.address) as client:
         cancelled = client.send(prompt, greedy(OUTPUT), peer)
@@ -155,14 +157,15 @@ def disconnect_early(address: str, peer: str, seed: int) -> None:
 @pytest.mark.slow
 def test_disconnects_under_load_leave_nothing_behind(nodes: Nodes) -> None:
     """Clients disconnect at random times, beside one that must get exact tokens all the time."""
-    address, peer = nodes.decode.address, nodes.prefill.address
+    address = nodes.decode.address
+    peer = nodes.prefill.address
     with ThreadPoolExecutor(3) as pool, RouterClient(address) as client:
         leaving = [pool.submit(disconnect_early, address, peer, seed) for seed in range(90)]
-        while not all(each.done() for each in leaving):
+        while not all(future.done() for future in leaving):
             prompt = new_prompt(40)
             assert client.generate(prompt, greedy(OUTPUT), peer).tokens == nodes.expected(prompt)
-        for each in leaving:
-            each.result()
+        for future in leaving:
+            future.result()
     nodes.wait_idle()
     prompt = new_prompt(40)
     with RouterClient(address) as client:

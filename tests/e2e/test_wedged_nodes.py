@@ -44,7 +44,7 @@ class Wedged:
     node: NodeProcess
     wedge: Callable[[], None]
     free: Callable[[], None]
-    known: Callable[[], bool]
+    is_known: Callable[[], bool]
 
 
 def total(fleet: Fleet, counter: str) -> float:
@@ -65,7 +65,7 @@ def check_requests_leave(fleet: Fleet, wedged: Wedged, load: Load) -> None:
     assert time.monotonic() - began < patience(LOAD + GO_ON + NOISE)
     assert not load.failures, load.failures[0]
     assert load.outcomes["exact"] > 16
-    assert wedged.known()
+    assert wedged.is_known()
     assert wedged.role == "decode" or total(fleet, "handoff_failures") > failed, "it had handoffs in flight"
 
 
@@ -77,9 +77,11 @@ def check_new_requests_avoid(fleet: Fleet, wedged: Wedged, load: Load) -> None:
         return wedged.node.counter("decode_requests") if decodes else total(fleet, "handoff_failures")
 
     asyncio.run(load.run(fleet.url, clients=4, seconds=1.0, seed=6))
-    before, handoffs, answers = attempts(), total(fleet, "handoffs"), load.outcomes["exact"]
+    before = attempts()
+    handoffs = total(fleet, "handoffs")
+    answers = load.outcomes["exact"]
     asyncio.run(load.run(fleet.url, clients=4, seconds=1.0, seed=7))
-    assert wedged.known()
+    assert wedged.is_known()
     assert load.outcomes["exact"] > answers
     assert attempts() == before
     assert total(fleet, "handoffs") > handoffs, "the other prefill node computes the prompts"
@@ -87,10 +89,11 @@ def check_new_requests_avoid(fleet: Fleet, wedged: Wedged, load: Load) -> None:
 
 def check_used_again(fleet: Fleet, wedged: Wedged, load: Load) -> None:
     """Prompts and requests from before do not count: they have left."""
-    fleet.wait_until(lambda: not wedged.known(), 20.0)
+    fleet.wait_until(lambda: not wedged.is_known(), 20.0)
     wedged.node.wait_idle(30.0)
     name = "decode_requests" if wedged.role == "decode" else "leases_granted"
-    before, end = wedged.node.counter(name), time.monotonic() + patience(30.0)
+    before = wedged.node.counter(name)
+    end = time.monotonic() + patience(30.0)
     while wedged.node.counter(name) == before:
         assert time.monotonic() < end, "a node that has recovered is not used"
         asyncio.run(load.run(fleet.url, clients=4, seconds=0.5, seed=8))
@@ -143,19 +146,21 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EndlessFleet]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
 def test_requests_leave_a_node_whose_step_does_not_end(endless: EndlessFleet, role: str) -> None:
-    fleet, trigger = endless.fleet, endless.triggers[role]
+    fleet = endless.fleet
+    trigger = endless.triggers[role]
     node = (fleet.decode if role == "decode" else fleet.prefill)[0]
 
-    def known() -> bool:
+    def is_known() -> bool:
         description = node.describe()
         return description.stalled or description.state == "stuck"
 
-    check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, known))
+    check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, is_known))
 
 
 @pytest.mark.parametrize("where", [".between", pytest.param("", marks=pytest.mark.slow)])
 def test_a_node_whose_engine_hangs_says_so_without_requests(endless: EndlessFleet, where: str) -> None:
-    fleet, node = endless.fleet, endless.fleet.decode[0]
+    fleet = endless.fleet
+    node = endless.fleet.decode[0]
     trigger = endless.triggers["decode"].with_name(f"endless{where}")
     trigger.touch()
     try:
@@ -182,5 +187,11 @@ def real_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_requests_leave_a_node_whose_engine_or_rank_is_stopped(real_fleet: Fleet, role: str, part: str) -> None:
     node = (real_fleet.decode if role == "decode" else real_fleet.prefill)[0]
-    wedge, free = (lambda: node.stop(part)), (lambda: node.resume(part))
-    check_wedged_node(real_fleet, Wedged(role, node, wedge, free, lambda: node.describe().state == "stuck"))
+    wedged = Wedged(
+        role,
+        node,
+        wedge=lambda: node.stop(part),
+        free=lambda: node.resume(part),
+        is_known=lambda: node.describe().state == "stuck",
+    )
+    check_wedged_node(real_fleet, wedged)

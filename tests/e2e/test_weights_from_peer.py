@@ -49,13 +49,13 @@ def tokens(node: NodeProcess) -> list[int]:
 
 def tensors_from_peer(node: NodeProcess) -> list[int]:
     """Return the numbers of tensors that the node's ranks have read from a peer."""
-    return [int(found) for found in re.findall(r"weights: (\d+) tensors", node.output)]
+    return [int(number) for number in re.findall(r"weights: (\d+) tensors", node.output)]
 
 
 def offered(peer: NodeProcess, checkpoint: Path) -> dict[str, pb.OfferedTensor]:
-    known = known_digests(checkpoint)
-    assert known is not None
-    fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in fold_digests(known.tensors).items()}
+    digests = known_digests(checkpoint)
+    assert digests is not None
+    fields = {f"{WEIGHTS_OF}{group}": digest for group, digest in fold_digests(digests.tensors).items()}
     fields["weights"] = "checkpoint"
     with peer.channel() as channel:
         messages = pb_grpc.WeightsStub(channel).Offer(
@@ -86,12 +86,12 @@ def test_node_reads_the_reordered_tensors_of_gated_delta_nets(there: str, here: 
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_next", num_hidden_layers=4, layer_types=kinds)
     with Fleet() as fleet:
         peer = start_peer(fleet, checkpoint, *SPLITS[there])
-        found = offered(peer, checkpoint)
-        assert "model.layers.0.linear_attn.conv1d.weight" in found
+        offers = offered(peer, checkpoint)
+        assert "model.layers.0.linear_attn.conv1d.weight" in offers
         node = start_reader(fleet, checkpoint, peer, *SPLITS[here])
         fleet.wait_ready()
         read = tensors_from_peer(node)
-        assert max(read) == len(found)
+        assert max(read) == len(offers)
         assert "corrupted" not in node.output
         assert tokens(node) == tokens(peer)
 
@@ -138,8 +138,8 @@ def test_peer_that_fails_during_the_load_costs_no_weights(end: str, checkpoint: 
         expected = tokens(peer)
         peer.stop("engine")
         timeout = "600" if end == "killed" else "2"
-        known = [*OFFER, "--weight-peers", peer.address, "--peer-timeout", timeout]
-        node = fleet.start_decode(checkpoint, known, over_tcp)
+        flags = [*OFFER, "--weight-peers", peer.address, "--peer-timeout", timeout]
+        node = fleet.start_decode(checkpoint, flags, over_tcp)
         fleet.wait_until(lambda: "weights are read from" in node.output, 60.0)
         if end == "killed":
             peer.signal_engine(9)

@@ -104,7 +104,8 @@ def test_tokens_are_exact_under_preemption(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt-oss", "ministral", "all windows"])
 def test_tokens_are_exact_with_runner_v2(name: str, tmp_path: Path) -> None:
     """Triton's pages have 16 tokens at least. Fewer layers, as its interpreter is slow: a group may have one."""
-    model, fields = MODELS[name], dict(MODELS[name].fields, num_hidden_layers=2)
+    model = MODELS[name]
+    fields = dict(MODELS[name].fields, num_hidden_layers=2)
     if "layer_types" in fields:
         fields |= {"num_hidden_layers": 3, "layer_types": fields["layer_types"][:3]}
     flags = ("--block-size", "16")

@@ -74,7 +74,8 @@ class CrossingWorld:
 
     def _deliver(self, index: int) -> None:
         """Deliver what a node has sent to its peer, and what the peer has sent to it."""
-        decode, peer = self.sides[index].decode, self.sides[1 - index].prefill
+        decode = self.sides[index].decode
+        peer = self.sides[1 - index].prefill
         while decode.sent or any(call.events for call in decode.calls.values()):
             for request in [decode.sent.pop(0) for _ in decode.sent[:]]:
                 match request.message:

@@ -88,7 +88,8 @@ class Task(Job):
 
     @cached_property
     def whole(self) -> list[list[int]]:
-        sampling, weights = self.sampling, 0 if self.owner is None else self.owner.weights
+        sampling = self.sampling
+        weights = 0 if self.owner is None else self.owner.weights
         return [reference(self.prompt, choice, sampling.max_tokens, (), weights) for choice in range(sampling.n)]
 
     @cached_property
@@ -127,17 +128,21 @@ class RequestDraws:
         aims = rng.random() < 0.6
         feature = self._feature if aims else rng.choice([*Feature])
         n = self._choices if aims else rng.choice(CHOICES)
-        arrival, earlier = rng.randint(0, last_arrival), None
+        arrival = rng.randint(0, last_arrival)
+        earlier = None
         node = 0 if feature in AT_HOME and rng.random() < 0.8 else rng.randrange(NODES)
         if self.requests and rng.random() < (0.9 if feature in OF_EARLIER else 0.3):
             earlier = self._draw_earlier(feature)
             arrival = max(arrival, min(earlier.arrival + 15, last_arrival))
         if feature is Feature.REVOCATION and rng.random() < 0.5:
-            feature, node, earlier = Feature.PREEMPTION, 0, None  # lacks the blocks that other requests pull
+            feature = Feature.PREEMPTION  # it lacks the blocks that other requests pull
+            node = 0
+            earlier = None
         elif earlier is not None and feature in OF_PEERS:
             node = rng.choice([index for index in range(NODES) if index != earlier.node])
         elif feature in OF_PEERS:
-            feature, node = Feature.PREEMPTION, 0  # others will pull from it
+            feature = Feature.PREEMPTION
+            node = 0  # others will pull from this node
         way = self.draw_way(node, feature, -1 if earlier is None else earlier.node)
         prompt = self._draw_prompt() if earlier is None else self._continued(earlier)
         sampling = SamplingParams(max_tokens=rng.randint(1, MOST_OUTPUT), n=n)
@@ -154,7 +159,7 @@ class RequestDraws:
                     request.todo.append((at + rng.choice((0, 0, 1, 5, 20)), Event.RESUME))
                 if event is Event.CANCEL:
                     break
-        request.todo.sort(key=lambda each: each[0])
+        request.todo.sort(key=lambda event: event[0])
         return request
 
     def _draw_prompt(self) -> list[int]:
@@ -172,7 +177,7 @@ class RequestDraws:
         if feature in (Feature.HOST, Feature.DISK):
             requests = requests[: 1 + len(requests) // 2]
         elif feature is Feature.REVOCATION:
-            requests = [each for each in requests if each.node == 0] or requests
+            requests = [request for request in requests if request.node == 0] or requests
         return self._rng.choice(requests)
 
     def _continued(self, earlier: Request) -> list[int]:

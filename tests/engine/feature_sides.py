@@ -61,7 +61,8 @@ class Prompts(PrefillSide):
     reads: Reads
 
     def prefill(self, call: Call) -> None:
-        job, rid = call.job, call.stream
+        job = call.job
+        rid = call.stream
         assert isinstance(job, Task)
         if job.pull or job.source < 0:
             super().prefill(call)
@@ -129,8 +130,10 @@ class Side:
         self.reads = self.prompts.reads = Reads(self.node, world)
         states = self.node.scheduler.states
         if isinstance(states, StateSlots):  # else there is no snapshot amid so short an answer
-            states._distance, states._decode_distance = 3 * BLOCK, 2 * BLOCK
-        room, preempt = self.node.scheduler.room, self.node.scheduler.room.preempt
+            states._distance = 3 * BLOCK
+            states._decode_distance = 2 * BLOCK
+        room = self.node.scheduler.room
+        preempt = self.node.scheduler.room.preempt
 
         def watched(sequence: Sequence | None) -> None:
             if sequence is not None and sequence.table.blocks:
@@ -144,7 +147,8 @@ class Side:
         return self.node.epoch
 
     def step(self) -> None:
-        now, batch = self._world.now, self.node.step()
+        now = self._world.now
+        batch = self.node.step()
         for fetched in batch.fetched:
             if fetched.num_tokens:
                 self._met(fetched.rid, Feature.HOST if fetched.medium is Medium.HOST else Feature.DISK)
@@ -181,7 +185,9 @@ class Side:
 
     @property
     def at_rest(self) -> bool:
-        status, memory, disk = self.node.scheduler.status(), self.node.host_memory, self.node.disk
+        status = self.node.scheduler.status()
+        memory = self.node.host_memory
+        disk = self.node.disk
         if status.free != status.total or status.waiting or status.reading or status.running or status.paused:
             return False
         copying = isinstance(memory, SlowHostMemory) and (memory.copies or self.node.scheduler.connector.tiers.copying)

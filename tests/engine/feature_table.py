@@ -70,5 +70,5 @@ def table(counts: Counter[Cell], pairs: Counter[frozenset[Feature]]) -> str:
     lines.append("requests that have met two features")
     for index, feature in enumerate(Feature):
         before = itertools.islice(Feature, index)
-        lines.append(f"  {feature:22}" + "".join(f"{pairs[frozenset((each, feature))]:>8}" for each in before))
+        lines.append(f"  {feature:22}" + "".join(f"{pairs[frozenset((other, feature))]:>8}" for other in before))
     return "\n".join(lines)

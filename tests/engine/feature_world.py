@@ -97,7 +97,8 @@ class FeatureWorld:
 
     def _draw_nodes(self) -> dict[str, Any]:
         """Return the options of all nodes."""
-        rng, options = self._rng, dict(KINDS[self._kind])
+        rng = self._rng
+        options = dict(KINDS[self._kind])
         depth, stages = rng.choice(DEPTHS)
         tight = self._aims(Feature.PREEMPTION, Feature.REVOCATION) or rng.random() < 0.3
         on_disk = self._aims(Feature.DISK) or rng.random() < 0.15
@@ -143,7 +144,7 @@ class FeatureWorld:
                 side.transfer(self._rng, self._slow)
             self._step += 1
             self.now += TICK
-            if all(self._has_ended(each) for each in requests) and all(side.at_rest for side in self.sides):
+            if all(self._has_ended(request) for request in requests) and all(side.at_rest for side in self.sides):
                 break
         else:
             raise AssertionError(f"requests do not end: {[side.node.scheduler.status() for side in self.sides]}")
@@ -158,7 +159,8 @@ class FeatureWorld:
             return
         while request.todo and request.arrival + request.todo[0][0] <= self._step:
             _, event = request.todo.pop(0)
-            side, rid = self.sides[request.node], request.rid
+            side = self.sides[request.node]
+            rid = request.rid
             if rid not in side.node.scheduler._live.requests:
                 continue
             match event:
@@ -175,7 +177,9 @@ class FeatureWorld:
 
     def _move(self, request: Request) -> None:
         """Continue a request on another node, as a router does that knows its output so far."""
-        rng, former, rid = self._rng, self.sides[request.node], request.rid
+        rng = self._rng
+        former = self.sides[request.node]
+        rid = request.rid
         task = former.reads.jobs[rid]
         assert isinstance(task, Task)
         outputs = []
@@ -188,7 +192,8 @@ class FeatureWorld:
         if not outputs:
             return
         begun = all(output for _, output in outputs)
-        was, request.node = request.node, rng.choice([index for index in range(NODES) if index != request.node])
+        was = request.node
+        request.node = rng.choice([index for index in range(NODES) if index != request.node])
         feature = rng.choice((Feature.PULL, Feature.SPLIT_PULL, Feature.HANDOFF, Feature.LEASE, Feature.HOST))
         request.way = self._draws.draw_way(request.node, feature, was)
         moved = Task.of(request, tuple(outputs) if begun else ())
@@ -213,7 +218,7 @@ class FeatureWorld:
         while reads.sent or any(call.events for call in reads.calls.values()):
             for sent in [reads.sent.pop(0) for _ in reads.sent[:]]:
                 call = sent.call
-                peer = next(each.prompts for each in self.sides if each.epoch == call.epoch)
+                peer = next(side.prompts for side in self.sides if side.epoch == call.epoch)
                 match sent.message:
                     case None:
                         peer.prefill(call)
@@ -239,8 +244,8 @@ class FeatureWorld:
             return
         side = self.sides[request.node]
         expected = side.reads.jobs[request.rid].expected
-        found = [side.node.tokens[request.rid, choice] for choice in range(request.sampling.n)]
-        assert found == expected, f"request {request.rid} is not served"
+        outputs = [side.node.tokens[request.rid, choice] for choice in range(request.sampling.n)]
+        assert outputs == expected, f"request {request.rid} is not served"
 
 
 def _seconds(plan: StepPlan) -> float:
@@ -264,7 +269,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", type=int, metavar="N", help="only this world")
     args = parser.parse_args()
-    counts, pairs, until = Counter[Cell](), Counter[frozenset[Feature]](), time.monotonic() + 60 * args.minutes
+    counts = Counter[Cell]()
+    pairs = Counter[frozenset[Feature]]()
+    until = time.monotonic() + 60 * args.minutes
     number = 0
     for number in itertools.count() if args.world is None else (args.world,):
         try:

@@ -35,7 +35,8 @@ from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.timeouts import DEFAULT_TIMING
 from pdserve.sampling_params import SamplingParams
 
-SECONDS, GUARD = 3.0, 1.0
+SECONDS = 3.0
+GUARD = 1.0
 FINISHED = pb.PrefillEvent(finished=pb.Finished())
 REVOKED = pb.PrefillEvent(released=pb.Released(revoked=True))
 Tokens = tuple[int, ...]  # the first token of each choice, or one that P decodes ahead
@@ -156,9 +157,11 @@ class PrefillSide:
         return self.node.epoch
 
     def prefill(self, call: Call) -> None:
-        rid, job = call.stream, call.job
+        rid = call.stream
+        job = call.job
         self.table.accept(Lease(call.lease))
-        self._calls[rid], self._leases[rid] = call, call.lease
+        self._calls[rid] = call
+        self._leases[rid] = call.lease
         self._samples[rid] = ()
         self._unleased[rid] = job
         if job.pull:
@@ -246,11 +249,14 @@ class PrefillSide:
         self.to_revoke += batch.revoke
 
     def _announce(self, leased: Leased, now: float) -> None:
-        rid, job, complete = leased.rid, self._unleased.get(leased.rid), leased.last
+        rid = leased.rid
+        job = self._unleased.get(leased.rid)
+        complete = leased.last
         if not self.table.announce(self._leases[rid], complete, now):
             return
         assert job is not None, "blocks follow the last ones of a prompt"
-        samples, num_choices = self._samples[rid], 0 if job.pull else job.prefill_sampling.n
+        samples = self._samples[rid]
+        num_choices = 0 if job.pull else job.prefill_sampling.n
         if complete:
             assert len(samples) >= num_choices, "the last blocks come before the first tokens"
             del self._unleased[rid]
@@ -357,12 +363,13 @@ class DecodeSide:
 
     def _take_leased(self, leased: Leased) -> None:
         """Read blocks as the peer of a prompt would, which releases the lease after the last ones."""
-        prompt, size = self.jobs[leased.rid].prompt, BLOCK
+        prompt = self.jobs[leased.rid].prompt
+        size = BLOCK
         first = -(-leased.num_tokens // size) - len(leased.block_ids)
         for index, block in enumerate(leased.block_ids, first):
             tokens = prompt[index * size : min(leased.num_tokens, (index + 1) * size)]
-            found = self.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
-            assert found == tokens, f"block {block} is leased to a peer without its KV"
+            cached = self.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
+            assert cached == tokens, f"block {block} is leased to a peer without its KV"
         if leased.last and self.node.scheduler.states.recurrent:
             end = handoff_position(len(prompt), self.jobs[leased.rid].sampling.n, size)
             state = self.node.runner.state_in(leased.state_slot)
@@ -382,7 +389,8 @@ class DecodeSide:
         if cached >= len(job.handoff_tokens):
             self.node.obey(PrefillLocally(rid))
             return
-        meeting, scheduler = cached + BLOCK * job.beside, self.node.scheduler
+        meeting = cached + BLOCK * job.beside
+        scheduler = self.node.scheduler
         plain = not scheduler.states.recurrent and not scheduler.pool.groups.has_windows
         if job.pull and plain and cached < meeting < len(job.handoff_tokens):
             self.node.obey(ComputeBeside(rid, meeting))
@@ -414,10 +422,12 @@ class DecodeSide:
                 self._receive_tokens(call, event, now)
             return
         if isinstance(event, PeerError):
-            call.open, call.ended = False, True
+            call.open = False
+            call.ended = True
         elif event.HasField("kv_ready"):
             ready = event.kv_ready
-            start, end = max(call.skip, call.num_announced) // BLOCK, -(-ready.num_tokens // BLOCK)
+            start = max(call.skip, call.num_announced) // BLOCK
+            end = -(-ready.num_tokens // BLOCK)
             call.num_announced = ready.num_tokens
             position = ready.num_tokens if call.job.pull else len(call.job.handoff_tokens) - 1
             pairs = self.node.scheduler.pool.groups.pairs(start, end, position, BLOCK)
@@ -455,7 +465,8 @@ class DecodeSide:
             call.open = False
 
     def _receive_tokens(self, call: Call, tokens: Tokens, now: float) -> None:
-        handoff, job = call.handoff, call.job
+        handoff = call.handoff
+        job = call.job
         if handoff.outputs:
             (token,) = tokens
             handoff.add_next_token(token, job.prefill_sampling.max_tokens)

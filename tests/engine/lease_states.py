@@ -24,13 +24,20 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, ReadResult
 from pdserve.rpc.timeouts import PeerTiming
 
-SECONDS, GUARD, TICK, HORIZON = 2.0, 1.0, 1.0, 4.0
+SECONDS = 2.0
+GUARD = 1.0
+TICK = 1.0
+HORIZON = 4.0
 PARTS = 2
 LEASE = LeaseId(1, 1)  # lease of D's stream
 HOSTILE = LeaseId(2, 1)  # lease that messages of the hostile stream name
 OTHER = LeaseId(3, 1)  # lease of another D, in P's second epoch
 
-FAILED, ENDED, FINISHED, REVOKED = -1, 0, PARTS + 1, PARTS + 2  # events of P's stream besides numbers of parts
+# Events of P's stream besides numbers of parts.
+FAILED = -1
+ENDED = 0
+FINISHED = PARTS + 1
+REVOKED = PARTS + 2
 PEER = Peer("p", "first", ())
 TIMING = PeerTiming(2 * TICK)  # an Extend is answered within a tick, a Release within two
 
@@ -87,7 +94,10 @@ class State:
         self.to_p.sort()
         self.to_d.sort()
         if self.handoff is None:
-            self.to_d, self.stream, self.announced, self.tainted = [], [], frozenset(), False
+            self.to_d = []
+            self.stream = []
+            self.announced = frozenset()
+            self.tainted = False
         else:
             self.handoff._progress_at = 0.0  # the horizon is nearer than D's limit on stalls, and than P's on leases
         for entry in self.table._leases.values():
@@ -175,11 +185,14 @@ def p_receives(index: int, again: bool, s: State) -> None:
 
 def p_restarts(s: State) -> None:
     """Another D's prompt gets the same number in the second epoch."""
-    s.epoch, s.lost = "second", True
+    s.epoch = "second"
+    s.lost = True
     s.table = s.make_table(SECONDS, GUARD)
     s.table.accept(Lease(OTHER))
     s.table.announce(OTHER, True, s.now)
-    s.computed, s.leased, s.asked = None, frozenset(), False
+    s.computed = None
+    s.leased = frozenset()
+    s.asked = False
     if s.open:
         s.stream.append(ENDED)
 
@@ -277,9 +290,13 @@ def d_checks_its_clock(s: State) -> None:
 
 
 def d_restarts(s: State) -> None:
-    s.handoff, s.reads, s.to_d, s.stream = None, frozenset(), [], []
+    s.handoff = None
+    s.reads = frozenset()
+    s.to_d = []
+    s.stream = []
     s.to_p.append(("close", 0))
-    s.open, s.lost = False, True
+    s.open = False
+    s.lost = True
 
 
 # ---------------------------------------------------------------- time and network
@@ -291,7 +308,8 @@ def time_passes(s: State) -> None:
 
 def stream_breaks(s: State) -> None:
     """P notices at any later time."""
-    s.stream, s.lost = [ENDED], True
+    s.stream = [ENDED]
+    s.lost = True
     s.to_p.append(("close", 0))
 
 

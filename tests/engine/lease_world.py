@@ -25,7 +25,8 @@ from pdserve.ipc.messages import Mode
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.sampling_params import SamplingParams
 
-P_BLOCKS, D_BLOCKS = 14, 12
+P_BLOCKS = 14
+D_BLOCKS = 12
 AHEAD = 2  # tokens that P may decode ahead
 HOSTILE = 0  # stream on which no prompt is sent
 SLOWEST = 0.7  # working clocks: a lease less its margin by such a clock is shorter than a lease and its guard
@@ -84,7 +85,8 @@ class World:
 
     def move(self, length: int, max_tokens: int, done: int, beside: int) -> None:
         """Begin a request on P; after ``done`` tokens of its output, or a little earlier, it goes on on D."""
-        prompt, sampling = [next(self.prompts) % 900 + 1] * length, SamplingParams(max_tokens=max_tokens)
+        prompt = [next(self.prompts) % 900 + 1] * length
+        sampling = SamplingParams(max_tokens=max_tokens)
         job = Job(prompt, sampling, done=done, pull=True, beside=beside)
         self.p.serve(job)
         self.step(length // BATCH_TOKENS + done)
@@ -124,7 +126,8 @@ class World:
         """Deliver a request to P; with ``again`` it can be delivered once more."""
         if not again:
             self.requests.remove(request)
-        call, p = request.call, self.p
+        call = request.call
+        p = self.p
         match request.kind:
             case "prefill" if call.epoch == p.epoch:
                 p.prefill(call)
@@ -267,8 +270,8 @@ class World:
             for block, start in call.announced:
                 assert block in leased, f"block {block} is not leased to D any more, which may read it"
                 tokens = call.job.handoff_tokens[start : start + BLOCK]
-                found = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
-                assert found == tokens, f"block {block} was changed while D may read it"
+                cached = self.p.node.runner.cache[block, 0, 0, 0, : len(tokens), 0].tolist()
+                assert cached == tokens, f"block {block} was changed while D may read it"
 
     def _check_quarantine(self) -> None:
         """Transfers in flight write only to blocks of their own request or to quarantined blocks."""

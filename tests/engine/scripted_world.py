@@ -89,7 +89,8 @@ class ScriptedWorld(World):
         """
         self._state_slots = state_slots
         self._blocks = blocks
-        self._drafts, self._planned_drafts = drafts, planned_drafts
+        self._drafts = drafts
+        self._planned_drafts = planned_drafts
         self._windows = windows
         self._checksum = checksum
         self._arrivals = sorted(jobs, key=lambda job: job.arrival)
@@ -108,7 +109,8 @@ class ScriptedWorld(World):
         return ScriptedDecodeSide(self._make(1), self)
 
     def _make(self, side: int) -> Node:
-        blocks, drafts = self._blocks[side], self._drafts[side]
+        blocks = self._blocks[side]
+        drafts = self._drafts[side]
         return Node(
             blocks,
             *self.depth,

@@ -78,7 +78,8 @@ class SlowConnector:
         transfer = self.transfers[read_id]
         if transfer.missing:
             is_state, local, remote = transfer.missing.popleft()
-            ours, theirs = self.runner, transfer.source
+            ours = self.runner
+            theirs = transfer.source
             if is_state:
                 ours.slots[local] = theirs.slots[remote]
             else:

@@ -46,7 +46,8 @@ class SlowDisk:
         self.orders[order.order_id] = self.version, order
 
     def poll(self) -> tuple[DiskEvent, ...]:
-        events, self._events = tuple(self._events), []
+        events = tuple(self._events)
+        self._events = []
         return events
 
     def close(self) -> None:

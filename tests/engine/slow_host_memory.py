@@ -45,8 +45,10 @@ class SlowHostMemory:
         self.copies[order.copy_id] = SlowCopy(order, deque(missing))
 
     def poll(self) -> tuple[tuple[CopyResult, ...], tuple[HostRoom, ...]]:
-        results, grown = tuple(self._results), tuple(self._grown)
-        self._results, self._grown = [], []
+        results = tuple(self._results)
+        grown = tuple(self._grown)
+        self._results = []
+        self._grown = []
         return results, grown
 
     def close(self) -> None:
@@ -70,7 +72,8 @@ class SlowHostMemory:
             self._end(copy_id, "")
             return
         is_state, place, host_place = copy.missing.popleft()
-        size, memory = self._sizes[is_state], self.slots if is_state else self.blocks
+        size = self._sizes[is_state]
+        memory = self.slots if is_state else self.blocks
         device = self._regions[is_state].address + place * size
         host = ctypes.addressof((ctypes.c_char * size).from_buffer(memory, host_place * size))
         ctypes.memmove(*((device, host) if copy.order.load else (host, device)), size)

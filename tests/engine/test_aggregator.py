@@ -41,7 +41,8 @@ NUM_KV_HEADS = 2
 def aggregator_of(parallel: ParallelConfig) -> OutputAggregator:
     positions = (parallel.position(rank) for rank in range(parallel.num_ranks))
     shares = [
-        KVShare.of_rank(each.stage, parallel.stage_layers, each.shard, parallel.tp, NUM_KV_HEADS) for each in positions
+        KVShare.of_rank(position.stage, parallel.stage_layers, position.shard, parallel.tp, NUM_KV_HEADS)
+        for position in positions
     ]
     return OutputAggregator(parallel, tuple(shares))
 
@@ -133,11 +134,11 @@ def test_every_step_and_read_completes_once_and_never_early(script: Script, data
         report = waiting[rank].pop(0)
         given_out.append((rank, report))
         repeated = data.draw(st.lists(st.sampled_from(given_out), max_size=2))
-        for from_rank, each in [(rank, report), *repeated]:
-            aggregator.add(from_rank, each)
-            if each.step.step in steps_of:
-                steps_of[each.step.step].add(from_rank)
-            for result in each.connector.finished_recving:
+        for from_rank, rank_output in [(rank, report), *repeated]:
+            aggregator.add(from_rank, rank_output)
+            if rank_output.step.step in steps_of:
+                steps_of[rank_output.step.step].add(from_rank)
+            for result in rank_output.connector.finished_recving:
                 reads_of[result.read_id].add(from_rank)
             for read_id, ranks in reads_of.items():
                 if not ended[read_id] and len(ranks) < script.parallel.num_ranks:
@@ -281,7 +282,9 @@ def test_block_on_disk_is_of_use_only_if_every_rank_has_its_part() -> None:
         aggregator.add(rank, ModelRunnerOutput(EMPTY_OUTPUT.step, KVConnectorOutput(disk=(result,))))
         return aggregator.take_events().disk
 
-    done, missing, failed = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
+    done = Outcome.DONE
+    missing = Outcome.MISSING
+    failed = Outcome.FAILED
     assert report(1, done, done, missing, failed, num_failed=2) == ()
     assert report(1, done, done, done, done) == (), "a rank reports twice"
     (merged,) = report(0, done, missing, done, done, num_failed=1)

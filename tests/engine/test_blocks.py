@@ -14,7 +14,9 @@ from pdserve.hashing import BlockHashes, hash_block_tokens, root_hash
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
 def test_free_runs_behave_like_a_set(actions: list[tuple[bool, int]]) -> None:
-    runs, free, taken = FreeRuns(40), set(range(40)), []
+    runs = FreeRuns(40)
+    free = set(range(40))
+    taken = []
     for take, count in actions:
         if take and count <= len(free):
             blocks = runs.take(count)

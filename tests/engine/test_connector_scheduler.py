@@ -44,19 +44,20 @@ def test_without_a_connector_a_handoff_request_is_prefilled_locally() -> None:
     scheduler.submit(Submit(1, prompt, SamplingParams(max_tokens=1), Mode.HANDOFF))
     assert scheduler.status().backlog == 10
     plan = scheduler.plan()
-    assert [(each.num_tokens, each.num_samples) for each in plan.scheduled] == [(10, 1)]
+    assert [(item.num_tokens, item.num_samples) for item in plan.scheduled] == [(10, 1)]
 
 
 def load(node: Node, rid: int, num_tokens: int) -> None:
     """Reserve blocks for a prompt that a peer computes."""
     node.submit(rid, list(range(num_tokens)), SamplingParams(max_tokens=2), Mode.HANDOFF)
     reserved: list[EventBatch] = [node.step()]
-    assert [each.rid for each in reserved[0].reserved] == [rid]
+    assert [reservation.rid for reservation in reserved[0].reserved] == [rid]
 
 
 def test_loads_are_measured_as_the_cost_of_tokens() -> None:
     node = Node(64, 1)
-    connector, peers = node.scheduler.connector, node.peers
+    connector = node.scheduler.connector
+    peers = node.peers
     assert peers.load_cost == LinearCost()
     load(node, 1, 10 * BLOCK)
     peers.start_read(StartRead(1, "epoch", tuple(range(8)), 8 * BLOCK))
@@ -69,14 +70,16 @@ def test_loads_are_measured_as_the_cost_of_tokens() -> None:
 
 
 def sequence(rid: int) -> Sequence:
-    tokens, hashes = array("I", range(10)), BlockHashes(BLOCK, root_hash(""))
+    tokens = array("I", range(10))
+    hashes = BlockHashes(BLOCK, root_hash(""))
     request = Request(rid, tokens.tobytes(), SamplingParams(max_tokens=2), Mode.HANDOFF, "")
     return Sequence(rid, request, 0, token_ids=tokens, hashes=hashes, prompt_len=10, max_length=12)
 
 
 def test_a_load_is_expected_as_long_after_the_peers_last_chunk_as_earlier_ones_took() -> None:
     peers = ConnectedPeers(parts())
-    first, second = sequence(1), sequence(2)
+    first = sequence(1)
+    second = sequence(2)
     peers.load(first)
     assert not list(peers.arrivals)
     peers.handoff_ends(1, 10.0)
@@ -88,7 +91,8 @@ def test_a_load_is_expected_as_long_after_the_peers_last_chunk_as_earlier_ones_t
 
 
 def test_orders_are_taken_once() -> None:
-    peers, peer = ConnectedPeers(parts()), Peer("p", "epoch", ())
+    peers = ConnectedPeers(parts())
+    peer = Peer("p", "epoch", ())
     connector = KVConnectorScheduler(parts(), peers)
     peers.connect(peer)
     peers.disconnect("earlier")

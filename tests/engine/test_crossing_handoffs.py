@@ -52,7 +52,8 @@ def test_crossing_handoffs_end(depth: tuple[int, int], max_num_seqs: int, reques
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
 def test_every_crossing_of_four_requests_ends(depth: tuple[int, int], max_num_seqs: int) -> None:
     """All sizes of two requests to each node, and all orders of their arrival within a few steps."""
-    lengths, steps = [BLOCK, 3 * BLOCK, (NUM_BLOCKS - 1) * BLOCK], [0, 1, 3]
+    lengths = [BLOCK, 3 * BLOCK, (NUM_BLOCKS - 1) * BLOCK]
+    steps = [0, 1, 3]
     nodes = (0, 0, 1, 1)
     for sizes in product(lengths, repeat=4):
         for times in product(steps, repeat=3):

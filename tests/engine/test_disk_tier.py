@@ -109,7 +109,9 @@ def test_saved_and_lost_time_is_counted() -> None:
     now = 0.0
     node = filled(seconds=lambda plan: 1e-3 * plan.num_tokens)
     tier_of(node)._clock = lambda: now
-    totals, reported, step = node.scheduler.totals, list[Fetched](), node.step
+    totals = node.scheduler.totals
+    reported = list[Fetched]()
+    step = node.step
 
     def recorded() -> EventBatch:
         batch = step()
@@ -131,7 +133,7 @@ def test_saved_and_lost_time_is_counted() -> None:
     now += 1.0
     rest(node)
     assert totals.disk_kv_lost_seconds > 0.5
-    assert [each.medium for each in reported[2:]] == [Medium.DISK, Medium.HOST]
+    assert [fetched.medium for fetched in reported[2:]] == [Medium.DISK, Medium.HOST]
     assert 0.0 < reported[2].expected < reported[2].computing < reported[2].seconds == pytest.approx(1.0)
     assert 0.0 < totals.disk_kv_expected_saved_seconds < 0.1
     node.close()
@@ -144,7 +146,7 @@ def test_prompts_with_one_prefix_wait_for_one_read() -> None:
     node.submit(8, [*words(1), 1, 2], SamplingParams(max_tokens=4), Mode.LOCAL)
     node.step()
     node.step()
-    assert [each.order_id for _, each in disk_of(node).orders.values() if each.work is DiskWork.READ] == [
+    assert [order.order_id for _, order in disk_of(node).orders.values() if order.work is DiskWork.READ] == [
         order.order_id
     ]
     rest(node)
@@ -166,7 +168,8 @@ def test_restarted_node_finds_its_files(kind: str) -> None:
 
 def test_two_nodes_share_files() -> None:
     files: Files = {}
-    writer, reader = make_node(files=files), make_node(files=files)
+    writer = make_node(files=files)
+    reader = make_node(files=files)
     ask(writer, 1, words(1))
     disk_of(reader).scan()
     assert ask(reader, 1, words(1)) == 2
@@ -211,7 +214,8 @@ def test_nothing_is_written_before_the_weights_are_known() -> None:
 def test_node_reports_what_it_has_anywhere() -> None:
     """A prefix counts as cached on the device, in host memory and on disk, what other nodes have written included."""
     files: Files = {}
-    node, other = make_node(files=files), make_node(files=files)
+    node = make_node(files=files)
+    other = make_node(files=files)
     reported: set[bytes] = set()
     step = node.step
 
@@ -224,7 +228,8 @@ def test_node_reports_what_it_has_anywhere() -> None:
         return batch
 
     def had() -> set[bytes]:
-        areas, index = tier_of(node)._host.areas, tier_of(node)._parts[tier_of(node)._host.areas.kv].index
+        areas = tier_of(node)._host.areas
+        index = tier_of(node)._parts[tier_of(node)._host.areas.kv].index
         keys = {*areas.kv.host._entries, *index._found, *index._before}
         return {block_hash for _, block_hash in keys} | areas.kv.pool.cached(0).keys()
 
@@ -410,7 +415,9 @@ class World:
         self.node.submit(self._rid, prompt, SamplingParams(max_tokens=num_outputs), Mode.LOCAL, priority=priority)
 
     def event(self) -> None:
-        chance, memory, disk = self.random, memory_of(self.node), disk_of(self.node)
+        chance = self.random
+        memory = memory_of(self.node)
+        disk = disk_of(self.node)
         self.now += 1e-3
         choice = chance.random()
         if choice < 0.1 and len(self.expected) < 5:

@@ -230,8 +230,8 @@ def test_cheap_and_right_drafts_are_used(monkeypatch: pytest.MonkeyPatch, depth:
     [
         (0.005, 0.0, (1, 1)),
         (0.6, 0.5, (2, 1)),
-        *(pytest.param(*each, (2, 1), marks=slow) for each in ((0.005, 0.0), (0.3, 0.05), (0.9, 0.7))),
-        *(pytest.param(*each, (1, 1), marks=slow) for each in ((0.3, 0.05), (0.6, 0.5), (0.9, 0.7))),
+        *(pytest.param(*case, (2, 1), marks=slow) for case in ((0.005, 0.0), (0.3, 0.05), (0.9, 0.7))),
+        *(pytest.param(*case, (1, 1), marks=slow) for case in ((0.3, 0.05), (0.6, 0.5), (0.9, 0.7))),
     ],
 )
 def test_drafts_that_are_not_worth_their_time_stop(
@@ -249,8 +249,8 @@ EVERYDAY = [(0.05, 0.9, (2, 1)), (0.3, 0.0, (1, 1))]
 @pytest.mark.parametrize(
     ("draft", "right", "depth"),
     [
-        pytest.param(*each, marks=[] if each in EVERYDAY else slow)
-        for each in itertools.product((0.0, 0.05, 0.3), (0.0, 0.3, 0.9), ((1, 1), (2, 1)))
+        pytest.param(*case, marks=[] if case in EVERYDAY else slow)
+        for case in itertools.product((0.0, 0.05, 0.3), (0.0, 0.3, 0.9), ((1, 1), (2, 1)))
     ],
 )
 def test_steps_with_drafts_are_worth_their_time(

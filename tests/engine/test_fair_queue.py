@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pdserve.fair_queue import FairQueue
 
-QUANTUM, LARGEST = 10, 100
+QUANTUM = 10
+LARGEST = 100
 
 
 @dataclass(eq=False)
@@ -43,15 +44,16 @@ EVENTS = st.lists(
 def test_levels_are_in_order_and_clients_are_first_in_first_out(
     events: list[tuple[str, int, int]], levels: int
 ) -> None:
-    queue, waiting = FairQueue[int, Item](QUANTUM), list[Item]()
+    queue = FairQueue[int, Item](QUANTUM)
+    waiting = list[Item]()
     for event, value, cost in events:
         if event == "push":
             waiting.append(Item(value, cost % levels, cost))
             queue.push(waiting[-1], value, waiting[-1].level)
         elif event == "serve" and waiting:
             item = serve(queue)
-            assert item.level == min(each.level for each in waiting)
-            line = [each for each in waiting if (each.client, each.level) == (item.client, item.level)]
+            assert item.level == min(other.level for other in waiting)
+            line = [other for other in waiting if (other.client, other.level) == (item.client, item.level)]
             assert line[0] is item
             waiting.remove(item)
         elif event == "remove" and waiting:
@@ -65,7 +67,8 @@ def test_levels_are_in_order_and_clients_are_first_in_first_out(
 @given(events=EVENTS)
 def test_cost_that_passes_a_request_is_bounded(events: list[tuple[str, int, int]]) -> None:
     """A request waits for as many rounds as its client's last one overdrew, and two more."""
-    queue, waiting = FairQueue[int, Item](QUANTUM), defaultdict[int, list[Item]](list)
+    queue = FairQueue[int, Item](QUANTUM)
+    waiting = defaultdict[int, list[Item]](list)
     bound = 5 * (2 + LARGEST // QUANTUM) * (QUANTUM + LARGEST)  # five other clients
     for event, value, cost in events:
         if event == "push":
@@ -83,7 +86,8 @@ def test_cost_that_passes_a_request_is_bounded(events: list[tuple[str, int, int]
 
 @given(costs=st.lists(st.integers(1, LARGEST), min_size=2, max_size=6))
 def test_clients_that_always_wait_get_equal_cost(costs: list[int]) -> None:
-    queue, served = FairQueue[int, Item](QUANTUM), Counter[int]()
+    queue = FairQueue[int, Item](QUANTUM)
+    served = Counter[int]()
     for _ in range(400):
         for client, cost in enumerate(costs):
             queue.push(Item(client, 0, cost), client, 0)

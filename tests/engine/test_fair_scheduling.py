@@ -11,12 +11,13 @@ from toy_node import BATCH_TOKENS, Make, Node
 from pdserve.ipc.messages import Cancel, Mode, Resume, Submit
 from pdserve.sampling_params import SamplingParams
 
-BUSY, QUIET = 1, 2
+BUSY = 1
+QUIET = 2
 
 
 def finished_before(node: Node, rid: int) -> int:
     """Return how many choices ended before the first one of ``rid``."""
-    return [each for each, _ in node.finished].index(rid)
+    return [ended for ended, _ in node.finished].index(rid)
 
 
 @pytest.mark.parametrize("mode", [Mode.LOCAL, Mode.LEASE])
@@ -143,7 +144,8 @@ def test_full_queue_refuses_the_last_request_of_the_client_that_fills_it(make: M
 def test_resumed_requests_go_before_new_ones_of_their_client(make: Make) -> None:
     """Clients have seen output of resumed requests; new requests wait, as behind a preempted request."""
     node = make(400, max_num_seqs=2)
-    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    prompt = [7] * 9
+    sampling = SamplingParams(max_tokens=8)
     for rid in range(30):
         node.submit(rid, [rid] * 30, SamplingParams(max_tokens=4), Mode.LOCAL)
     node.submit(99, prompt, sampling, Mode.LOCAL, resume={0: reference(prompt, 0, 3)})
@@ -154,7 +156,8 @@ def test_resumed_requests_go_before_new_ones_of_their_client(make: Make) -> None
 def test_full_queue_takes_a_resumed_request(make: Make) -> None:
     """Else it would wait at the router, and fail there after 10 s."""
     node = make(400, max_num_seqs=1)
-    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    prompt = [7] * 9
+    sampling = SamplingParams(max_tokens=8)
     for rid in range(100):
         node.submit(rid, [rid] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=BUSY)
     node.submit(200, prompt, sampling, Mode.LOCAL, client=BUSY, resume={0: reference(prompt, 0, 3)})
@@ -166,7 +169,8 @@ def test_full_queue_takes_a_resumed_request(make: Make) -> None:
 
 def test_new_request_displaces_no_resumed_one_from_a_full_queue(make: Make) -> None:
     node = make(400, max_num_seqs=1)
-    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    prompt = [7] * 9
+    sampling = SamplingParams(max_tokens=8)
     for rid in range(100):
         node.submit(rid, prompt, sampling, Mode.LOCAL, client=BUSY, resume={0: reference(prompt, 0, 3)})
     node.submit(200, [9] * 6, SamplingParams(max_tokens=2), Mode.LOCAL, client=QUIET)
@@ -175,7 +179,8 @@ def test_new_request_displaces_no_resumed_one_from_a_full_queue(make: Make) -> N
 
 def test_resumed_request_that_arrived_paused_goes_before_new_ones(make: Make) -> None:
     node = make(400, max_num_seqs=2)
-    prompt, sampling = [7] * 9, SamplingParams(max_tokens=8)
+    prompt = [7] * 9
+    sampling = SamplingParams(max_tokens=8)
     outputs = {0: array("I", reference(prompt, 0, 3)).tobytes()}
     message = Submit(99, array("I", prompt).tobytes(), sampling, Mode.LOCAL, resume=outputs, paused=True)
     node.obey(message)

@@ -18,7 +18,8 @@ def test_requests_that_meet_several_features_are_exact(number: int) -> None:
 
 
 def test_a_world_follows_from_its_seed() -> None:
-    first, second = Counter[Cell](), Counter[Cell]()
+    first = Counter[Cell]()
+    second = Counter[Cell]()
     run_world(SEED, 6, first, Counter())
     run_world(SEED, 6, second, Counter())
     assert first == second
@@ -28,7 +29,8 @@ def test_a_world_follows_from_its_seed() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_feature_is_drawn_with_every_kind_of_kv_with_choices_and_drafts() -> None:
-    counts, pairs = Counter[Cell](), Counter[frozenset[Feature]]()
+    counts = Counter[Cell]()
+    pairs = Counter[frozenset[Feature]]()
     for number in range(MOST_WORLDS):
         run_world(SEED, number, counts, pairs)
         if not missing(counts):

@@ -50,7 +50,8 @@ def test_plan_never_waits_for_masks(depth: int, monkeypatch: pytest.MonkeyPatch)
         if len(node.tokens[0, 0]) >= 3:  # its grammar is compiled, and each of the two threads has published a mask
             break
         time.sleep(0.001)
-    loop, wait = threading.current_thread(), threading.Condition.wait
+    loop = threading.current_thread()
+    wait = threading.Condition.wait
 
     def wait_beside_the_loop(condition: threading.Condition, timeout: float | None = None) -> bool:
         assert threading.current_thread() is not loop, "the step loop waits"
@@ -125,7 +126,7 @@ def test_grammars_give_the_text_of_added_tokens(notation: str) -> None:
             bits = int.from_bytes(matcher.mask(), "little")
             allowed = [token_id for token_id in range(config.vocab_size) if bits >> token_id & 1]
             assert not added.keys() & set(allowed), (text, written)
-            fitting = (each for each in allowed if goal.startswith(TOKENIZER.decode([*token_ids, each])))
+            fitting = (candidate for candidate in allowed if goal.startswith(TOKENIZER.decode([*token_ids, candidate])))
             token_ids.append(next(fitting))
             matcher.consume(token_ids[-1:])
 
@@ -136,7 +137,8 @@ def test_no_mask_allows_a_token_without_weights(lacking: int) -> None:
     vocab_size = TOKENIZER.get_vocab_size() - lacking
     vocabulary = GrammarVocabulary(TOKENIZER.to_str(), vocab_size, [2])
     for text in ("The quick brown fox", '{"city": "Paris"}', "".join(f"{number:03d} " for number in range(40))):
-        matcher, written = Grammar(from_regex(re.escape(text)), vocabulary).matcher(), ""
+        matcher = Grammar(from_regex(re.escape(text)), vocabulary).matcher()
+        written = ""
         while written != text:
             mask = matcher.mask()
             assert len(mask) == TokenMask.num_bytes(vocab_size)
@@ -174,19 +176,21 @@ def test_status_drops_a_request_that_is_cancelled_while_its_grammar_compiles() -
 
 
 def test_grammars_of_a_client_do_not_delay_those_of_another() -> None:
-    grammars, quick = workers(lambda: None), from_regex("[a-z]{9}")
+    grammars = workers(lambda: None)
+    quick = from_regex("[a-z]{9}")
     grammars.load()
     for number in range(20):
         grammars.compile(chain(5000 + number), client=1)
     grammars.compile(quick, client=2)
-    found = [result.text for result in islice(compiled(grammars), 21)]
-    assert found.index(quick) <= 5
+    texts = [result.text for result in islice(compiled(grammars), 21)]
+    assert texts.index(quick) <= 5
 
 
 def test_masks_of_a_slow_grammar_do_not_delay_others() -> None:
     """Each choice of the slow one waits for its mask, 1 or 2 ms; the quick one is not behind them."""
     grammars = workers(lambda: None)
-    slow, quick = from_ebnf(f'root ::= "{"the quick brown fox " * 400}"'), from_regex("[a-z]{9}")
+    slow = from_ebnf(f'root ::= "{"the quick brown fox " * 400}"')
+    quick = from_regex("[a-z]{9}")
     for client, text in enumerate((slow, quick)):
         grammars.compile(text, client)
     by_text = {result.text: result.result for result in islice(compiled(grammars), 2)}

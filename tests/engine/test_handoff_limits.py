@@ -41,7 +41,8 @@ def test_no_read_is_given_up_while_p_answers(lease_ms: int, pauses: list[float],
     for number, at in enumerate(accumulate(pauses), 1):
         part = pb.KVReady(lease_ms=lease_ms, block_ids=[number], num_tokens=number)
         heappush(events, (at * lease, next(numbers), pb.PrefillEvent(kv_ready=part)))
-    now, num_extends = 0.0, 0
+    now = 0.0
+    num_extends = 0
     while handoff.phase is not Phase.CONFIRMING:
         event: Event = None
         if events and events[0][0] <= handoff.wake_at:

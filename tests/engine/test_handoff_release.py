@@ -21,7 +21,8 @@ STOOD, ENDED_EARLY = (pb.PrefillEvent(request=9, released=pb.Released(stood=stoo
 DRAINING = pb.PrefillEvent(request=9, failed=pb.Failure(code=pb.Failure.DRAINING))
 
 
-GOOD, CORRUPT = ReadChecked(1, "epoch", 0, ""), ReadChecked(1, "epoch", 1, "block 0 differs")
+GOOD = ReadChecked(1, "epoch", 0, "")
+CORRUPT = ReadChecked(1, "epoch", 1, "block 0 differs")
 
 
 def part(num_tokens: int, digests: Sequence[int] = ()) -> pb.PrefillEvent:
@@ -98,7 +99,8 @@ def test_a_prompt_that_p_fails_after_a_part_is_released() -> None:
 
 def test_the_end_of_the_stream_gives_the_lease_back() -> None:
     """The message arrives where D itself ends the stream."""
-    handoff, error = waiting(), PeerError("the stream ended")
+    handoff = waiting()
+    error = PeerError("the stream ended")
     assert handoff.on(error, 0.2) == [RELEASE, HandoffFailed(error)]
 
 
@@ -148,7 +150,9 @@ def test_an_unanswered_extend_is_repeated_before_the_limit_and_gives_up_after_it
     handoff.add_first_tokens([7])
     handoff.on(part(1), 0.0)
     handoff.on(ReadEnded(1, "epoch", ReadResult(1)), 0.1)
-    limit, asks, now = handoff.limit, [], 0.0
+    limit = handoff.limit
+    asks = []
+    now = 0.0
     while handoff.active:
         now = handoff.wake_at
         actions = handoff.on(None, now)
@@ -184,7 +188,8 @@ def pulling() -> Handoff:
 @pytest.mark.parametrize("cached", [1, 2])
 @pytest.mark.parametrize("late", [False, True], ids=["", "finished late"])
 def test_pull_is_confirmed_with_the_tokens_that_p_has(cached: int, late: bool) -> None:
-    handoff, read = pulling(), ReadEnded(1, "epoch", ReadResult(1))
+    handoff = pulling()
+    read = ReadEnded(1, "epoch", ReadResult(1))
     assert [type(action) for action in handoff.on(part(cached), 0.1)] == [StartRead]
     events: list[Event] = [read, FINISHED] if late else [FINISHED, read]
     assert [action for event in events for action in handoff.on(event, 0.2)] == [RELEASE]

@@ -313,7 +313,8 @@ class World:
             prompt = prompt[: chance.randrange(8, 30)]
         prompt = self.conversations[place] = [*prompt, *chance.choices(range(900), k=chance.randrange(1, 12))]
         self._rid += 1
-        num_outputs, mode = chance.randrange(1, 9), chance.choice([Mode.LOCAL, Mode.LOCAL, Mode.LEASE])
+        num_outputs = chance.randrange(1, 9)
+        mode = chance.choice([Mode.LOCAL, Mode.LOCAL, Mode.LEASE])
         n = chance.choice([1, 1, 1, 2]) if mode is Mode.LOCAL else 1
         num_outputs = num_outputs if mode is Mode.LOCAL else 1
         sampling = SamplingParams(max_tokens=num_outputs, n=n)
@@ -323,7 +324,8 @@ class World:
         self.node.submit(self._rid, prompt, sampling, mode)
 
     def event(self) -> None:
-        chance, memory = self.random, memory_of(self.node)
+        chance = self.random
+        memory = memory_of(self.node)
         choice = chance.random()
         if choice < 0.12 and len(self.expected) < 6:
             self.submit()
@@ -346,8 +348,11 @@ class World:
         self.check()
 
     def check(self) -> None:
-        node, memory, tier = self.node, memory_of(self.node), tier_of(self.node)
-        pool, busy = node.scheduler.pool, node.runner.writing.keys()
+        node = self.node
+        memory = memory_of(self.node)
+        tier = tier_of(self.node)
+        pool = node.scheduler.pool
+        busy = node.runner.writing.keys()
         targets: set[int] = set()
         for copy in memory.copies.values():
             blocks = copy.order.blocks

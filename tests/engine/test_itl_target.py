@@ -109,7 +109,8 @@ def run_until(node: Node, rid: int) -> None:
 @pytest.mark.parametrize("target", [None, 0.02])
 def test_steps_keep_the_target_and_prompts_are_little_slower(depth: tuple[int, int], target: float | None) -> None:
     """With the default target, prompts take an eighth longer than alone, and a step at each end."""
-    stages, model = depth[1], Model()
+    stages = depth[1]
+    model = Model()
     node = node_with_streams(model, depth, target)
     add_prompts(node, 12_000)
     run_until(node, 100)
@@ -315,12 +316,13 @@ def test_last_chunk_of_a_peers_prompt_is_reported_before_its_step_has_ended(dept
     node = Node(5000, *depth, full_step=2000, batch_tokens=2000)
     node.submit(0, [1] * 5000, SamplingParams(max_tokens=2), Mode.LEASE)
     node.submit(1, [1] * 50, SamplingParams(max_tokens=2), Mode.LOCAL)
-    reported, batches = list[LastChunk](), 0
+    reported = list[LastChunk]()
+    batches = 0
     while (0, 0) not in node.tokens:
         batch = node.step()
         reported += batch.last_chunks
         batches += bool(reported)
-    assert [each.rid for each in reported] == [0]
+    assert [chunk.rid for chunk in reported] == [0]
     assert batches >= 1
     node.close()
 
@@ -348,11 +350,12 @@ def test_no_limit_is_above_the_target_and_prompts_always_advance(
         meter.add_step(count, 2000, 56e-3 + count * 20e-6)
     rule = ItlTarget(meter, target, stages=1, block_size=16, first_chunk=256, idle_step=6e-3)
     prompt = long_prompt()
-    found = rule.budget(decoding=decoding, waited=waited, arrival_in=arrival_in)
+    limited = rule.budget(decoding=decoding, waited=waited, arrival_in=arrival_in)
     free = rule.budget(decoding=decoding)
-    assert found is not None
+    assert limited is not None
     assert free is not None
-    tokens, most = found.room(prompt), free.room(prompt)
+    tokens = limited.room(prompt)
+    most = free.room(prompt)
     assert 16 <= tokens <= most
     decode = meter.decode.at(decoding)
     added = max(16, tokens) * 25e-6
@@ -373,8 +376,11 @@ def test_meter_expects_what_mixed_steps_take(number: int) -> None:
     hundred errs more.
     """
     draw = Random(number)
-    step, prompt_token, decode = draw.uniform(1e-3, 1e-1), draw.uniform(1e-6, 1e-3), draw.uniform(1e-6, 1e-3)
-    context, hidden = draw.choice((0.0, 1e-5, 1e-4)), draw.choice((0.0, 0.5, 1.0))
+    step = draw.uniform(1e-3, 1e-1)
+    prompt_token = draw.uniform(1e-6, 1e-3)
+    decode = draw.uniform(1e-6, 1e-3)
+    context = draw.choice((0.0, 1e-5, 1e-4))
+    hidden = draw.choice((0.0, 0.5, 1.0))
     decodes = [draw.randint(1, 64) for _ in range(draw.randint(1, 4))]
     chunks = [(draw.randint(16, 4000), draw.randint(0, 30_000)) for _ in range(draw.randint(1, 20))]
     costs = SimulatedCosts(step=step, prompt_token=prompt_token, decode=decode, hidden=0.0, decode_context=0.0)

@@ -51,7 +51,8 @@ class Operations:
         self._live: list[Sequence] = []
 
     def next(self) -> None:
-        chance, choice = self._random, self._random.random()
+        chance = self._random
+        choice = self._random.random()
         if not self._live and choice < 0.2:
             self._kv.forget_cached()
         elif choice < 0.3:
@@ -69,8 +70,10 @@ class Operations:
             self._kv.cache_full_blocks(sequence)
 
     def _sequence(self) -> Sequence:
-        chance, prefix = self._random, self._random.randrange(3)
-        length, salt = chance.randint(1, 60), chance.choice(["", "", "salt"])
+        chance = self._random
+        prefix = self._random.randrange(3)
+        length = chance.randint(1, 60)
+        salt = chance.choice(["", "", "salt"])
         shared = min(length, chance.choice([0, 8, 20]))
         tokens = array("I", [prefix * 64 + place for place in range(shared)])
         tokens.extend(chance.choices(range(2, 90), k=length - shared))
@@ -115,7 +118,8 @@ def test_cache_is_rebuilt_after_ten_thousand_operations_with_losses(
 ) -> None:
     chance = random.Random(1)
     kinds = [GroupKind("sliding_window" if window else "full_attention", window) for window in windows]
-    publisher, operations = publish(kinds, as_maps=as_maps), Operations(2, windows)
+    publisher = publish(kinds, as_maps=as_maps)
+    operations = Operations(2, windows)
     reader = read(publisher, drops=lambda number: chance.random() < 0.1)
     published = 0
     while not reader.num_received:  # until the subscription has reached the publisher
@@ -139,7 +143,7 @@ def test_cache_is_rebuilt_after_ten_thousand_operations_with_losses(
     assert reader.copy.num_unreachable == 0 or len(windows) > 1, "blocks of a window may outlive those before them"
     assert reader.copy.hashes_of_tokens(BLOCK) <= set(operations.pool._key_of.values())
     assert len(reader.copy.hashes_of_tokens(BLOCK)) == len(cached) - reader.copy.num_unreachable
-    assert {(known.kind, known.window) for known in reader.copy.blocks.values()} == set(kinds)
+    assert {(block.kind, block.window) for block in reader.copy.blocks.values()} == set(kinds)
     late = read(publisher)
     late.replay(0)
     assert late.copy.blocks == reader.copy.blocks
@@ -150,10 +154,13 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
     """Few blocks and slots, shared prefixes and long answers: snapshots come, go and are replaced."""
     monkeypatch.setattr(state_slots, "DISTANCE", 3 * BLOCK)
     monkeypatch.setattr(state_slots, "DECODE_DISTANCE", 2 * BLOCK)
-    node, chance, recorder = Node(60, *depth, state_slots=9), random.Random(5), NetChanges()
+    node = Node(60, *depth, state_slots=9)
+    chance = random.Random(5)
+    recorder = NetChanges()
     node.scheduler.connector.report.record(recorder)
     states = node.scheduler.states
-    log, copy = EventLog([FULL, SNAPSHOT], BLOCK), CacheCopy()
+    log = EventLog([FULL, SNAPSHOT], BLOCK)
+    copy = CacheCopy()
     most = 0
     for rid in range(1, 40):
         prefix = [chance.randrange(3)] * chance.choice([0, 8, 20])
@@ -162,12 +169,12 @@ def test_snapshots_of_states_are_a_group_of_their_own(depth: tuple[int, int], mo
         for _ in range(chance.randint(1, 30)):
             for taken in (*node.step().cache_changes, *recorder.take()):  # take(): steps without other events
                 copy.take_all(log.add(taken))
-            cached = {(0, short_hash(each)) for _, each in node.scheduler.pool._key_of.values()}
-            cached |= {(1, short_hash(each)) for _, each in states.pool._key_of.values()}
+            cached = {(0, short_hash(key)) for _, key in node.scheduler.pool._key_of.values()}
+            cached |= {(1, short_hash(key)) for _, key in states.pool._key_of.values()}
             assert copy.blocks.keys() == cached
             most = max(most, len(states.pool._key_of))
     assert most > 3
-    assert {(known.kind, known.window) for known in copy.blocks.values()} == {FULL, SNAPSHOT}
+    assert {(block.kind, block.window) for block in copy.blocks.values()} == {FULL, SNAPSHOT}
     while not node.engine.idle:
         node.step()
     node.scheduler.forget_cached()
@@ -195,7 +202,7 @@ def test_replay_of_batches_that_are_no_longer_kept_is_a_snapshot() -> None:
     copy = CacheCopy()
     copy.take(number, payload)
     assert number == 3
-    assert {(known.prefix or [0])[-1] for known in copy.blocks.values()} == {1, 2, 3}
+    assert {(block.prefix or [0])[-1] for block in copy.blocks.values()} == {1, 2, 3}
     assert copy.groups_with([1] * BLOCK + [2] * BLOCK) == {0}, "the block before comes first, though it is stored anew"
 
 
@@ -214,7 +221,8 @@ def test_kept_batches_are_bounded_in_bytes() -> None:
 
 
 def test_changes_that_cancel_out_are_not_published() -> None:
-    recorder, pool = NetChanges(), BlockPool(2, BLOCK)
+    recorder = NetChanges()
+    pool = BlockPool(2, BLOCK)
     pool.recorder = recorder
     sequence = Operations(1, (None,))._sequence()
     sequence.hashes.upto(sequence.token_ids, BLOCK)
@@ -234,7 +242,8 @@ def test_changes_that_cancel_out_are_not_published() -> None:
 
 def test_batches_are_bounded_in_bytes() -> None:
     """This bounds the batches that wait for a subscriber, too."""
-    log, copy = EventLog([FULL], BLOCK), CacheCopy()
+    log = EventLog([FULL], BLOCK)
+    copy = CacheCopy()
     number_of = {number.to_bytes(16, "little"): number for number in range(1, 5_000)}
     blocks = [StoredBlock(0, key, b"", array("I", [1 << 31] * BLOCK).tobytes(), "") for key in number_of]
     batches = log.add(changes(*blocks))
@@ -244,14 +253,15 @@ def test_batches_are_bounded_in_bytes() -> None:
 
 
 def test_snapshot_is_used_again_while_the_batches_after_it_are_kept() -> None:
-    log, reader = EventLog([FULL], BLOCK, kept_batches=3), CacheCopy()
+    log = EventLog([FULL], BLOCK, kept_batches=3)
+    reader = CacheCopy()
     for number in range(1, 6):
         log.add(changes(stored(number)))
     (snapshot,) = log.replay(0)
     log.add(changes(stored(6)))
-    found = list(log.replay(0))
-    assert found[0] == snapshot
-    reader.take_all(found)
+    batches = list(log.replay(0))
+    assert batches[0] == snapshot
+    reader.take_all(batches)
     assert len(reader.blocks) == 6
     for number in range(7, 10):
         log.add(changes(stored(number)))
@@ -293,7 +303,8 @@ def test_readers_that_ask_again_before_they_read_cost_a_window_each_and_get_one_
     blocks = changes(*[StoredBlock(0, key, b"", array("I", [1 << 31] * BLOCK).tobytes(), "") for key in keys])
     for _ in range(600):
         publisher.publish(blocks)  # 8 kB each
-    prompt, late = read(publisher), [read(publisher, receives=1) for _ in range(2)]
+    prompt = read(publisher)
+    late = [read(publisher, receives=1) for _ in range(2)]
     assert len(prompt.receive(0)) == 600
     before = resident_bytes()
     for _ in range(10):

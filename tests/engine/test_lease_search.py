@@ -118,7 +118,7 @@ class IgnoredRevocations(LeaseTable[Lease]):
 
 
 @pytest.mark.parametrize(
-    ("defect", "found"),
+    ("defect", "message"),
     [
         ({"make_handoff": NoConfirmation}, "D uses KV that P has not computed, after .*p_takes_the_lease_back"),
         ({"make_table": RevokedLeasesStand}, "D uses KV that P has not computed, after .*p_takes_the_lease_back"),
@@ -126,8 +126,8 @@ class IgnoredRevocations(LeaseTable[Lease]):
     ],
     ids=["no confirmation", "revoked leases stand", "ignored revocations"],
 )
-def test_the_search_finds_defects_of_revocations(defect: dict[str, Any], found: str) -> None:
-    with pytest.raises(AssertionError, match=found):
+def test_the_search_finds_defects_of_revocations(defect: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         search(State(0, True, pull=True, revocable=True, **defect))
 
 

@@ -158,20 +158,24 @@ def test_prompts_cost_what_they_add_to_a_decode_step() -> None:
 
 
 def test_prompt_share_follows_the_last_seconds() -> None:
-    share, now, prompt_seconds = PromptShare(0.0), 0.0, 0.0
+    share = PromptShare(0.0)
+    now = 0.0
+    prompt_seconds = 0.0
     for rate in (0.0, 0.5, 1.0, 0.25):
         for _ in range(100):
             now += 0.1
             prompt_seconds += 0.1 * rate
-            found = share.update(prompt_seconds, now)
-        assert found == pytest.approx(rate, abs=0.02)
-        assert share.update(prompt_seconds, now) == found, "no time has passed"
+            reported = share.update(prompt_seconds, now)
+        assert reported == pytest.approx(rate, abs=0.02)
+        assert share.update(prompt_seconds, now) == reported, "no time has passed"
     assert share.update(prompt_seconds + 1e6, now + 1e-3) == 1.0
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.floats(0.0, 100.0)), max_size=20))
 def test_prompt_share_of_any_sums_is_a_share(spent: list[tuple[float, float]]) -> None:
-    share, now, prompt_seconds = PromptShare(0.0), 0.0, 0.0
+    share = PromptShare(0.0)
+    now = 0.0
+    prompt_seconds = 0.0
     for seconds, passed in spent:
         now += passed
         prompt_seconds += seconds

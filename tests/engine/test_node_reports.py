@@ -39,34 +39,39 @@ def block_hash(number: int) -> bytes:
     return number.to_bytes(8, "little") + b"the rest"
 
 
-def applied(known: set[int], report: pb.NodeReport) -> set[int]:
-    known = known - set(unpack_block_hashes(report.cache.removed)) | set(unpack_block_hashes(report.cache.added))
-    assert report.cache.digest == reduce(xor, known, 0)
-    return known
+def applied(cached: set[int], report: pb.NodeReport) -> set[int]:
+    cached = cached - set(unpack_block_hashes(report.cache.removed)) | set(unpack_block_hashes(report.cache.added))
+    assert report.cache.digest == reduce(xor, cached, 0)
+    return cached
 
 
 @given(st.lists(st.sets(st.integers(0, 20)), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_a_slow_reader_ends_with_the_current_cache(caches: list[set[int]], reads: list[bool]) -> None:
     async def watch() -> set[int]:
-        node_reports, before, known = NodeReports(lambda: NODE, pause=0.0), set[int](), set[int]()
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        before = set[int]()
+        cached = set[int]()
         unread = True  # else the next report comes after REPORT_INTERVAL
         async with aclosing(node_reports.subscribe()) as reports:
             for now, read in zip(caches, reads, strict=False):
                 node_reports.on_batch(batch(tuple(now - before), tuple(before - now)))
-                unread, before = unread or now != before, now
+                unread = unread or now != before
+                before = now
                 if read and unread:
-                    known, unread = applied(known, await anext(reports)), False
+                    cached = applied(cached, await anext(reports))
+                    unread = False
             node_reports.end()
             async for report in reports:
-                known = applied(known, report)
-        return known
+                cached = applied(cached, report)
+        return cached
 
     assert asyncio.run(watch()) == caches[-1]
 
 
 def test_reports_are_numbered_and_carry_only_changed_descriptions() -> None:
     async def watch() -> list[pb.NodeReport]:
-        states, seen = ["loading"], []
+        states = ["loading"]
+        seen = []
         node_reports = NodeReports(lambda: pb.NodeDescription(node_id="n", state=states[-1]), pause=0.0)
         changes: list[Callable[[], None]] = [
             lambda: node_reports.on_batch(batch(running=1)),
@@ -103,7 +108,8 @@ def test_free_blocks_that_drift_slowly_are_reported_once_they_differ_from_the_la
     """Each batch takes one block of 1000; more than 1 % is reported, which eleven batches are."""
 
     async def watch() -> list[int]:
-        node_reports, seen = NodeReports(lambda: NODE, pause=0.0), []
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        seen = []
         node_reports.on_batch(batch(free=1000, total=1000))
         async with aclosing(node_reports.subscribe()) as reports:
             seen.append((await anext(reports)).load.free_blocks)
@@ -131,7 +137,7 @@ def test_each_subscriber_is_compared_with_its_own_last_report() -> None:
             await anext(early)
             node_reports.on_batch(batch(free=994, total=1000))
             await anext(late)
-            reports = [asyncio.ensure_future(anext(each)) for each in (early, late)]
+            reports = [asyncio.ensure_future(anext(stream)) for stream in (early, late)]
             await settle()
             node_reports.on_batch(batch(free=988, total=1000))  # 12 less than early's report, 6 less than late's
             await settle()
@@ -177,16 +183,18 @@ def test_an_engine_reports_nothing_of_the_one_before_it() -> None:
     """The new engine's counters begin at 0 and its cache is empty, so the prompt share stays a share."""
 
     async def watch() -> list[pb.NodeReport]:
-        node_reports, seen, known = NodeReports(lambda: NODE, pause=0.0), [], set[int]()
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        seen = []
+        cached = set[int]()
         async with aclosing(node_reports.subscribe()) as reports:
             node_reports.on_batch(batch((1, 2), running=9, free=1, prompt_seconds=3600.0))
-            known = applied(known, await anext(reports))
+            cached = applied(cached, await anext(reports))
             node_reports.begin_engine()
             seen.append(await anext(reports))
-            known = applied(known, seen[-1])
+            cached = applied(cached, seen[-1])
             node_reports.on_batch(batch(running=2, prompt_seconds=1e-6))
             seen.append(await anext(reports))
-            assert not known
+            assert not cached
         return seen
 
     idle, busy = asyncio.run(watch())

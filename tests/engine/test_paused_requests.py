@@ -92,7 +92,8 @@ def test_paused_request_gets_only_the_tokens_in_flight(make: Make) -> None:
 
 def test_request_paused_and_resumed_before_every_step(make: Make) -> None:
     """Results in flight are applied before the request continues, results of its prompt too."""
-    node, prompt = make(40), list(range(50))
+    node = make(40)
+    prompt = list(range(50))
     node.submit(0, prompt, SamplingParams(max_tokens=9, n=2, prompt_logprobs=0), Mode.LOCAL)
     while len(node.finished) < 2:
         node.obey(Pause(0))
@@ -103,7 +104,8 @@ def test_request_paused_and_resumed_before_every_step(make: Make) -> None:
 
 
 def test_request_that_arrives_paused_is_in_no_step_until_it_is_resumed(make: Make) -> None:
-    node, paused = make(64), make(64)
+    node = make(64)
+    paused = make(64)
     start(node, 7)
     node.run()
     sampling = SamplingParams(max_tokens=20)
@@ -185,7 +187,7 @@ def test_request_paused_during_its_handoff(make: Make) -> None:
     node.obey(Pause(0))
     assert not node.step().reserved
     node.obey(Resume(0))
-    assert [each.rid for each in node.step().reserved] == [0]
+    assert [reservation.rid for reservation in node.step().reserved] == [0]
     node.obey(Pause(0))
     node.obey(PrefillLocally(0))
     node.run()

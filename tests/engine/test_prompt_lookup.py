@@ -34,7 +34,8 @@ def continued(text: list[int], start: int, most: int) -> tuple[int, ...]:
 @examples(200)
 def test_drafts_follow_the_last_occurrence_of_a_suffix(first: list[int], more: list[list[int]], most: int) -> None:
     """There are none if it never occurred. An occurrence may be missed, as suffixes share places in a table."""
-    lookup, text = PromptLookup(), list(first)
+    lookup = PromptLookup()
+    text = list(first)
     for tokens in [[], *more]:
         text += tokens
         if not text:
@@ -54,9 +55,10 @@ def test_most_suffixes_of_a_long_text_are_found() -> None:
     """Suffixes that share a place hide some; what is found follows an earlier occurrence."""
     rng = random.Random(1)
     text = rng.choices(range(150_000), k=20_000)
-    lookup, found = PromptLookup(), 0
+    lookup = PromptLookup()
+    num_right = 0
     for _ in range(200):
         start = rng.randrange(19_000)
         text += [rng.randrange(150_000), *text[start : start + 8]]
-        found += lookup.propose(array("I", text), 3) == tuple(text[start + 8 : start + 11])
-    assert found > 150
+        num_right += lookup.propose(array("I", text), 3) == tuple(text[start + 8 : start + 11])
+    assert num_right > 150

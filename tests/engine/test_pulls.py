@@ -171,19 +171,20 @@ class Pulling:
     """A source that has served a prompt, and P, which has reserved blocks for the prompt and its continuation."""
 
     def __init__(self, depth: tuple[int, int] = (2, 1), **kind: Any) -> None:
-        self.source, self.p = Node(64, *depth, **kind), Node(64, *depth, **kind)
+        self.source = Node(64, *depth, **kind)
+        self.p = Node(64, *depth, **kind)
         self.source.submit(1, PROMPT, SamplingParams(max_tokens=10), Mode.LOCAL)
         self.source.run()
         self.turn = [*PROMPT, *self.source.tokens[1, 0], 7, 8, 9]
         self.p.obey(Connect(Peer("source", self.source.epoch, (self.source.kv,))))
         self.p.submit(PEER, self.turn, SamplingParams(max_tokens=1), Mode.PULL_AND_LEASE)
-        (reserved,) = [each for _ in range(3) for each in self.p.step().reserved]
+        (reserved,) = [reservation for _ in range(3) for reservation in self.p.step().reserved]
         assert reserved.cached_tokens == 0
 
     def read(self) -> int:
         """Read what the source has cached; return the number of tokens."""
         self.source.obey(pull(self.turn[:-1]))
-        (leased,) = [each for _ in range(4) for each in self.source.step().leased]
+        (leased,) = [lease for _ in range(4) for lease in self.source.step().leased]
         order = StartRead(
             PEER, self.source.epoch, leased.block_ids, leased.num_tokens, leased.digests, leased.state_slot, pull=True
         )
@@ -192,7 +193,7 @@ class Pulling:
         while waits:
             batch = self.p.step()
             waits = {name for name in waits if not getattr(batch, name)}
-            assert not any(each.num_corrupt for each in batch.checked)
+            assert not any(check.num_corrupt for check in batch.checked)
             time.sleep(0.001)
         self.source.obey(FreeLease(PEER))
         return leased.num_tokens

@@ -124,7 +124,7 @@ def test_a_forced_runner_of_the_leader_holds_for_hosts_without_the_variable() ->
     """A host with the variable must force the same runner."""
     leader = config_of(runner="0")
     joining = (hello(1), make_hello(leader, 2, leader.device, 1), hello(3, forced_runner="V2"))
-    assert [bool(find_mismatch(each, leader)) for each in joining] == [False, False, True]
+    assert [bool(find_mismatch(hello, leader)) for hello in joining] == [False, False, True]
 
 
 def test_ranks_use_the_attention_backend_that_all_hosts_can_start_with(caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +235,8 @@ def test_a_leader_port_in_use_is_named() -> None:
 
 
 def test_leader_waits_until_its_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve_name, failures = socket.getaddrinfo, iter(["unknown", "another host"])
+    resolve_name = socket.getaddrinfo
+    failures = iter(["unknown", "another host"])
 
     def late(host: str, port: int, **options: Any) -> Any:
         match next(failures, ""):

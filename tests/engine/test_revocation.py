@@ -13,8 +13,10 @@ from toy_node import DEPTHS, Node
 from pdserve.ipc.messages import FreeLease, LeaseCached, Mode
 from pdserve.sampling_params import SamplingParams
 
-ONE, FOUR = SamplingParams(max_tokens=1), SamplingParams(max_tokens=4)
-FIRST, SECOND = [1] * 16, [2] * 16  # prompts that peers pull, of four blocks each
+ONE = SamplingParams(max_tokens=1)
+FOUR = SamplingParams(max_tokens=4)
+FIRST = [1] * 16  # prompt of four blocks that peers pull
+SECOND = [2] * 16  # another one
 
 
 @contextmanager

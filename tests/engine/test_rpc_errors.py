@@ -54,7 +54,8 @@ def test_a_failed_call_is_a_peer_error_unless_its_status_has_its_own(code: grpc.
 def test_a_failure_is_the_same_error_for_routers_and_nodes(name: str) -> None:
     """NODE_FAILED and unknown codes are a fault of the peer to D, of a node to a client."""
     failure = pb.Failure(code=pb.Failure.Code.Value(name), message="words", retry_after_ms=2500)
-    for_router, for_node = failure_from_pb(failure), failure_from_pb(failure, "p:1")
+    for_router = failure_from_pb(failure)
+    for_node = failure_from_pb(failure, "p:1")
     assert type(for_router) is FAILURES.get(name, NodeError)
     assert type(for_node) is FAILURES.get(name, PeerError)
     assert (str(for_router), str(for_node)) == ("words", "p:1: words")

@@ -53,7 +53,8 @@ def test_local_requests_are_exact_under_preemption(
         layered=layered,
         seconds=SimulatedSteps(costs).seconds,
     )
-    expected, ranks = {}, {}
+    expected = {}
+    ranks = {}
     for rid, (length, max_tokens, n, shared, stop_at, priority, scored) in enumerate(requests):
         prompt = [7 if shared else rid] * length
         stop = tuple(reference(prompt, 0, stop_at)[-1:])

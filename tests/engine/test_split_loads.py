@@ -34,8 +34,10 @@ each_depth = pytest.mark.parametrize("depth", DEPTHS, ids=str)
 each_mode = pytest.mark.parametrize("mode", [Mode.PULL_AND_LEASE, Mode.HANDOFF], ids=str)
 PROMPT = list(range(100, 160))
 TURN = [*PROMPT, 7, 8, 9]
-RID, LEASE = 99, 98
-MEETING, END = 24, 60  # tokens
+RID = 99
+LEASE = 98
+MEETING = 24  # tokens
+END = 60  # tokens
 FOUR = SamplingParams(max_tokens=4)
 
 
@@ -59,14 +61,14 @@ class Splitting:
         self.reader.obey(Connect(Peer("source", self.source.epoch, (self.source.kv,))))
         self.reader.submit(RID, TURN, FOUR, mode)
         self.cached = cached
-        assert [each.cached_tokens for _ in range(3) for each in self.reader.step().reserved] == [cached]
+        assert [reservation.cached_tokens for _ in range(3) for reservation in self.reader.step().reserved] == [cached]
         self.reader.obey(ComputeBeside(RID, MEETING))
 
     def read(self) -> None:
         """Order the read of what the source has behind the meeting point."""
         token_ids = array("I", TURN[:-1]).tobytes()
         self.source.obey(LeaseCached(LEASE, token_ids, "", skip_tokens=MEETING))
-        (leased,) = [each for _ in range(4) for each in self.source.step().leased]
+        (leased,) = [lease for _ in range(4) for lease in self.source.step().leased]
         assert (leased.num_tokens, len(leased.block_ids)) == (END, (END - MEETING) // BLOCK)
         self.obey(StartRead(RID, self.source.epoch, leased.block_ids, END, leased.digests, pull=True))
 
@@ -77,7 +79,7 @@ class Splitting:
         while waits:
             batch = self.step()
             waits = {name for name in waits if not getattr(batch, name)}
-            assert not any(each.num_corrupt for each in batch.checked)
+            assert not any(check.num_corrupt for check in batch.checked)
             time.sleep(0.001)
         self.source.obey(FreeLease(LEASE))
 
@@ -222,7 +224,7 @@ def test_tokens_that_were_computed_do_not_count_as_cached() -> None:
     prefilled: list[Prefilled] = []
     while not prefilled:
         prefilled = world.step().prefilled
-    assert [each.cached_tokens for each in prefilled] == [8 + END - MEETING]
+    assert [event.cached_tokens for event in prefilled] == [8 + END - MEETING]
     world.finish(num_computed=MEETING - 8 + REST)
 
 

@@ -89,7 +89,8 @@ def test_tokens_are_exact_with_few_slots_and_shared_prefixes(
     assert node.scheduler.status().state_slots == (num_slots, 0, 0, 0)
     for rid, (_, max_tokens, n, _, _) in enumerate(requests, 1):
         for choice in range(n):
-            tokens, expected = node.tokens[rid, choice], reference(prompts[rid - 1], choice, max_tokens)
+            tokens = node.tokens[rid, choice]
+            expected = reference(prompts[rid - 1], choice, max_tokens)
             assert tokens == (expected[: len(tokens)] if rid in cancelled else expected)
     node.assert_all_free()
     node.close()
@@ -165,7 +166,8 @@ def test_stream_holds_one_slot_behind_a_load(pull: bool) -> None:
     job = ScriptedJob(list(range(5 * BLOCK)), sampling, done=5 if pull else 0, pull=pull, arrival=40 if pull else 0)
     world = ScriptedWorld((2, 1), (96, 72), [job], state_slots=(20, 20))
     answer(world, 3)
-    states, held = world.d.node.scheduler.states, []
+    states = world.d.node.scheduler.states
+    held = []
     for _ in range(5):
         world._step()
         held.append(states.pool.count(Use.HELD))
@@ -185,7 +187,8 @@ def test_prompt_that_begins_with_a_pulled_state_leases_that_of_its_own(
 
     The state may be cached already, as of the same prompt twice, and there may be no slot for a snapshot.
     """
-    prompt, sampling = list(range(5 * BLOCK + 1)), SamplingParams(max_tokens=1, n=n)
+    prompt = list(range(5 * BLOCK + 1))
+    sampling = SamplingParams(max_tokens=1, n=n)
     job = ScriptedJob(prompt, sampling, Mode.PULL_AND_LEASE, pull=True, arrival=40)
     world = ScriptedWorld(depth, (96, 72), [job] * count, state_slots=(20, slots))
     world.run()
@@ -255,7 +258,8 @@ def test_choices_start_from_the_state_that_was_received(depth: tuple[int, int], 
 
 @each_depth
 def test_choices_start_from_a_state_that_p_had_cached(depth: tuple[int, int]) -> None:
-    prompt, sampling = list(range(5 * BLOCK + 3)), SamplingParams(n=2, max_tokens=6)
+    prompt = list(range(5 * BLOCK + 3))
+    sampling = SamplingParams(n=2, max_tokens=6)
     jobs = [ScriptedJob(prompt, sampling), ScriptedJob(prompt, sampling, arrival=40)]
     world = ScriptedWorld(depth, (96, 72), jobs, state_slots=(8, 8))
     world.run()
@@ -280,7 +284,8 @@ def test_peer_without_recurrent_state_is_refused() -> None:
     from pdserve.errors import PeerError
     from pdserve.records import Peer
 
-    with_states, without = Node(16, 1, state_slots=4), Node(16, 1)
+    with_states = Node(16, 1, state_slots=4)
+    without = Node(16, 1)
     for ours, theirs in ((with_states, without), (without, with_states)):
         rank = LocalRank(states=ours.runner.rank_states)
         with pytest.raises(PeerError, match="no recurrent state"):

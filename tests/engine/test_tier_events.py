@@ -90,8 +90,10 @@ class World:
             self.known &= set().union(*self.has.values())
 
     def event(self) -> None:
-        chance, choice = self.random, self.random.random()
-        memory, disk = memory_of(self.node), self.node.disk
+        chance = self.random
+        choice = self.random.random()
+        memory = memory_of(self.node)
+        disk = self.node.disk
         if choice < 0.1 and len(self.open) < 4:
             self._rid += 1
             self.open.add(self._rid)
@@ -107,7 +109,8 @@ class World:
             self.node.step()
 
     def disk_event(self, disk: SlowDisk) -> None:
-        chance, choice = self.random, self.random.random()
+        chance = self.random
+        choice = self.random.random()
         if choice < 0.03:
             disk.scan()
         elif choice < 0.06 and disk.files:
@@ -141,7 +144,7 @@ class World:
 
     def held(self) -> dict[str, Keys]:
         """Return what the node has, by medium: group and number of each block."""
-        found: dict[str, Keys] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        keys_of: dict[str, Keys] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
         disk = self.tier.source
         for of_states, area in enumerate(self.tier.areas):
             indexed = disk._parts[area].index if isinstance(disk, DiskTier) else None
@@ -151,8 +154,10 @@ class World:
                 "STORAGE": () if indexed is None else (*indexed._found, *indexed._before),
             }
             for medium, keys in parts.items():
-                found[medium] |= {(group or of_states * self.num_groups, short_hash(each)) for group, each in keys}
-        return found
+                keys_of[medium] |= {
+                    (group or of_states * self.num_groups, short_hash(block_hash)) for group, block_hash in keys
+                }
+        return keys_of
 
     def late_reader(self) -> CacheCopy:
         """Return what a new reader has after a replay of all, whose first batches are no longer kept."""
@@ -216,7 +221,8 @@ def changes(*tiers: TierChanges, stored: int = 0, removed: int = 0) -> CacheChan
 
 def test_block_that_moves_is_stored_before_it_is_removed() -> None:
     """A reader that forgets a block with its last medium then never forgets a block that another medium has."""
-    log, key = EventLog([GroupKind("any", None)], BLOCK), (0, bytes([7] * 16))
+    log = EventLog([GroupKind("any", None)], BLOCK)
+    key = (0, bytes([7] * 16))
     batches = [
         changes(stored=7),
         changes(TierChanges(Medium.HOST, [], [key]), removed=7),
@@ -236,7 +242,8 @@ def test_block_that_moves_is_stored_before_it_is_removed() -> None:
 
 def test_blocks_whose_tokens_are_too_many_to_keep_are_removed_for_readers() -> None:
     """Readers thus know what a new reader would be told, although the disk still has these blocks."""
-    log, copy = EventLog([GroupKind("any", None)], BLOCK, most_behind=2), CacheCopy()
+    log = EventLog([GroupKind("any", None)], BLOCK, most_behind=2)
+    copy = CacheCopy()
     keys = {number: (0, bytes([number] * 16)) for number in range(1, 5)}
     for number, key in keys.items():
         copy.take_all(log.add(changes(TierChanges(Medium.DISK, [], [key]), stored=number)))

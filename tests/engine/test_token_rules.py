@@ -26,16 +26,17 @@ def allowed(mask: bytes) -> set[int]:
 
 def plain_end_of_thinking(sampling: SamplingParams, output: list[int]) -> int | None:
     """Return the token that has to follow ``output``."""
-    start, end = list(sampling.thinking_start_ids), list(sampling.thinking_end_ids)
+    start = list(sampling.thinking_start_ids)
+    end = list(sampling.thinking_end_ids)
     begun = 0
     if start:
-        found = [at + len(start) for at in range(len(output)) if output[at : at + len(start)] == start]
-        if not found:
+        starts = [at + len(start) for at in range(len(output)) if output[at : at + len(start)] == start]
+        if not starts:
             return None
-        begun = found[0]
+        begun = starts[0]
     thought = output[begun:]
     ends = [end, *map(list, sampling.thinking_call_ids)]
-    if any(thought[at : at + len(each)] == each for each in ends for at in range(len(thought))):
+    if any(thought[at : at + len(end_ids)] == end_ids for end_ids in ends for at in range(len(thought))):
         return None
     beyond = len(thought) - sampling.thinking_token_budget
     return end[beyond] if beyond >= 0 else None
@@ -71,8 +72,10 @@ def test_masks_equal_those_of_a_plain_search(
         thinking_end_ids=end,
         thinking_call_ids=calls,
     )
-    rules, prompt = TokenRules(sampling, VOCAB), [3, 1, 2]  # the prompt does not count
-    choice, output = ChoiceRules(rules), list[int]()
+    rules = TokenRules(sampling, VOCAB)
+    prompt = [3, 1, 2]  # the prompt does not count
+    choice = ChoiceRules(rules)
+    output = list[int]()
     for number, draw in enumerate(draws):
         if number == resumed:  # another node continues
             choice = ChoiceRules(rules)
@@ -95,13 +98,14 @@ def test_forbidden_end_is_allowed_where_no_other_token_is() -> None:
 
 def test_end_of_reasoning_waits_for_the_rest_of_a_character() -> None:
     sampling = SamplingParams(max_tokens=9, bad_words=((8,),), thinking_token_budget=1, thinking_end_ids=(6, 6, 7))
-    rules, tokens = ChoiceRules(TokenRules(sampling, VOCAB)), array("I", [1])
-    found = []
+    rules = ChoiceRules(TokenRules(sampling, VOCAB))
+    tokens = array("I", [1])
+    masks = []
     for token in (9, 9, 9, 9, 6, 6, 7):
         tokens.append(token)
-        found.append([allowed(mask) for mask in rules.masks(tokens, 1, frozenset())])
+        masks.append([allowed(mask) for mask in rules.masks(tokens, 1, frozenset())])
     rest = set(range(VOCAB)) - {8}
-    assert found == [*3 * [[{6}, rest]], [{6}], [{6}], [{7}], [rest]]
+    assert masks == [*3 * [[{6}, rest]], [{6}], [{6}], [{7}], [rest]]
 
 
 def test_rules_that_do_not_depend_on_the_output_keep_steps_in_flight() -> None:

@@ -26,13 +26,14 @@ def sequence(number: int, priority: int) -> Sequence:
     st.lists(st.tuples(st.sampled_from(["append", "appendleft", "take", "remove"]), st.integers(-2, 2)), max_size=60)
 )
 def test_order_is_priority_then_deque_order(events: list[tuple[str, int]]) -> None:
-    queue, model = WaitingQueue(), list[Sequence]()
+    queue = WaitingQueue()
+    model = list[Sequence]()
     for number, (event, value) in enumerate(events):
         if event.startswith("append"):
             new = sequence(number, value)
             getattr(queue, event)(new)
             model.insert(len(model) if event == "append" else 0, new)
-            model.sort(key=lambda each: each.request.priority)
+            model.sort(key=lambda waiting: waiting.request.priority)
         elif model:
             gone = model.pop(0 if event == "take" else value % len(model))
             assert queue.head is gone or event == "remove"

@@ -37,8 +37,8 @@ def message(
 
 def receive(messages: Iterator[pb.OfferedWeights]) -> ReceivedOffer:
     offer = ReceivedOffer("peer:1", SIZES)
-    for each in messages:
-        offer.add(each)
+    for offered in messages:
+        offer.add(offered)
     return offer
 
 
@@ -88,7 +88,8 @@ def test_an_offer_that_contradicts_the_checkpoint_is_refused(case: str) -> None:
 
 
 def test_messages_of_ranks_are_put_together() -> None:
-    lower, upper = tensor(num_bytes=24, size=2), tensor(num_bytes=24, start=2, size=2)
+    lower = tensor(num_bytes=24, size=2)
+    upper = tensor(num_bytes=24, start=2, size=2)
     b = tensor(name="b", num_bytes=20, size=10)
     peer = receive(iter([message(lower), message(b, metadata=b""), message(upper, agent="r1", metadata=b"n")])).peer()
     assert [(rank.agent, rank.metadata, len(rank.parts)) for rank in peer.ranks] == [("r0", b"m", 2), ("r1", b"n", 1)]
@@ -107,9 +108,9 @@ def test_reads_of_an_accepted_offer_fill_a_tensor_exactly(parts: list[pb.Offered
             offer.add(message(part, agent=f"r{number}"))
         except PeerError:
             return
-    for name, found in find_tensors(offer.peer()).items():
+    for name, tensor_parts in find_tensors(offer.peer()).items():
         at = 0
-        for read in cover(found, *SIZES[name]):
+        for read in cover(tensor_parts, *SIZES[name]):
             assert read.offset == at
             at += read.part.num_bytes
         assert at in (0, SIZES[name].num_bytes)

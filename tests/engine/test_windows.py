@@ -101,13 +101,13 @@ def test_match_is_the_longest_prefix_that_every_group_has(
         )
 
     longest = max(count for count in range(num_blocks + 1) if has(count))
-    found = pool.match(iter(hashes))
-    assert len(found) == longest * len(windows)
+    blocks = pool.match(iter(hashes))
+    assert len(blocks) == longest * len(windows)
     for index in range(longest):
         for group, window in enumerate(windows):
             seen = index >= first_seen(longest * BLOCK, window, BLOCK)
             expected = cached[index, group] if seen else NULL_BLOCK
-            assert found[index * len(windows) + group] == expected
+            assert blocks[index * len(windows) + group] == expected
 
 
 def test_routers_are_told_of_the_blocks_of_the_first_group_only() -> None:
@@ -159,7 +159,8 @@ def test_local_requests_are_exact_under_preemption(
 @pytest.mark.parametrize("windows", [FULL_AND_WINDOW, (None, 6, 6), (6,), (None, 5, 13)])
 def test_a_sequence_holds_no_more_than_its_windows_need(windows: Windows) -> None:
     """Beside full groups: a window, the tokens of a step and two blocks; while it decodes, a window and two blocks."""
-    node, prompt = Node(400, 2, windows=windows, max_num_seqs=1), list(range(200))
+    node = Node(400, 2, windows=windows, max_num_seqs=1)
+    prompt = list(range(200))
     node.submit(0, prompt, SamplingParams(max_tokens=60), Mode.LOCAL)
     length = 0
     while not node.engine.idle:
@@ -193,7 +194,8 @@ def test_kv_memory_of_gpt_oss_at_100_000_tokens_is_within_5_percent_of_what_the_
 
 def test_second_request_hits_the_prefix_cache_of_the_first() -> None:
     """The hit includes prompts whose first tokens are behind the window, and a repeated prompt."""
-    node, prompt = Node(80, 2, windows=FULL_AND_WINDOW), list(range(40))
+    node = Node(80, 2, windows=FULL_AND_WINDOW)
+    prompt = list(range(40))
     for rid, tokens in enumerate([prompt, prompt, prompt[:22], [*prompt, 5, 6, 7]]):
         node.submit(rid, tokens, SamplingParams(max_tokens=2), Mode.LOCAL)
         before = node.scheduler.status().totals.prefix_cached_tokens

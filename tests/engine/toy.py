@@ -89,7 +89,8 @@ class ErringSource:
         self._random = random.Random(1)
 
     def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
-        rng, text = self._random, list(token_ids)
+        rng = self._random
+        text = list(token_ids)
         for _ in range(rng.randint(0, most)):
             right = rng.random() < self.right
             text.append(next_token(np.array(text), rng.choice((0, 0, 0, 1))) if right else rng.randrange(VOCAB))
@@ -213,7 +214,8 @@ class ToyRunner:
 
     @property
     def rank_states(self) -> RankStates | None:
-        region, layout = self.state_region, self.state_layout
+        region = self.state_region
+        layout = self.state_layout
         return None if region is None or layout is None else RankStates(region, layout, StateShare(0, 1, 1, 0, 1))
 
     @property
@@ -236,9 +238,12 @@ class ToyRunner:
         least: dict[int, int] = {}  # by state: tokens computed before the step, if all drafts are wrong
         most: dict[int, int] = {}
         for work in (work for step in self._in_flight for work in step.work):
-            state, key = work.state, id(work.state)
-            first, end = least.get(key, state.num_computed), most.get(key, state.num_computed) + work.num_tokens
-            least[key], most[key] = first + (1 if work.is_decode else work.num_tokens), end
+            state = work.state
+            key = id(work.state)
+            first = least.get(key, state.num_computed)
+            end = most.get(key, state.num_computed) + work.num_tokens
+            least[key] = first + (1 if work.is_decode else work.num_tokens)
+            most[key] = end
             yield state.seq, self._slots(state, first, end)
 
     @property
@@ -302,12 +307,12 @@ class ToyRunner:
                 counts.append(len(tokens))
                 token_ids += tokens
                 continue
-            snapshots = [each for each in step.state_snapshots if each.seq == state.seq]
-            assert all(0 < each.num_tokens < work.num_tokens for each in snapshots)
+            snapshots = [snapshot for snapshot in step.state_snapshots if snapshot.seq == state.seq]
+            assert all(0 < snapshot.num_tokens < work.num_tokens for snapshot in snapshots)
             for position in range(state.num_computed, state.num_computed + work.num_tokens):
-                for each in snapshots:
-                    if position == state.num_computed + each.num_tokens:
-                        self.slots[each.slot] = self.slots[state.slot]
+                for snapshot in snapshots:
+                    if position == state.num_computed + snapshot.num_tokens:
+                        self.slots[snapshot.slot] = self.slots[state.slot]
                 self._write(state, position, state.token_ids[position])
                 self._check_windows(state, position)
                 self._advance(state, state.token_ids[position])
@@ -354,7 +359,8 @@ class ToyRunner:
         return ToyDigests(self, order)
 
     def _digests(self, order: DigestOrder) -> tuple[int, ...]:
-        size, digests = self.kv_layout.block_size, []
+        size = self.kv_layout.block_size
+        digests = []
         groups = order.groups or (0,) * len(order.block_ids)
         last = {group: index for index, group in enumerate(groups)}
         for index, (block, group) in enumerate(zip(order.block_ids, groups, strict=True)):
@@ -378,7 +384,8 @@ class ToyRunner:
 
     def _take_in(self, plan: StepPlan) -> list[_Work]:
         works = []
-        others, masks = self.writing, defaultdict[int, dict[int, bytes]](dict)
+        others = self.writing
+        masks = defaultdict[int, dict[int, bytes]](dict)
         for mask in plan.masks:
             masks[mask.seq][mask.drafts_before] = mask.words
         drafts_of = {drafts.seq: drafts.token_ids for drafts in plan.drafts}
@@ -390,8 +397,10 @@ class ToyRunner:
             is_decode = index < plan.num_decodes
             assert not state.verifying, "a step continues from drafts that are not on the host yet"
             assert told.get(item.seq, ()) == state.yielded
-            state.yielded, state.verifying = (), bool(drafts_of.get(item.seq))
-            first, end = state.least_launched, state.num_launched + item.num_tokens
+            state.yielded = ()
+            state.verifying = bool(drafts_of.get(item.seq))
+            first = state.least_launched
+            end = state.num_launched + item.num_tokens
             assert all(others.get(block, item.seq) == item.seq for block in self._read_by(state)), (
                 "two write to one block"
             )
@@ -411,14 +420,17 @@ class ToyRunner:
         assert not drawn & {item.seq for item in plan.scheduled}, "a step continues from a token that has not arrived"
         for index, item in enumerate(plan.scheduled if self.max_in_flight == self.stages else ()):
             state = self._states[item.seq]
-            known = 1 if index < plan.num_decodes else item.num_tokens
-            assert state.num_launched + known <= len(state.token_ids), "a token is not on the host yet"
+            num_known = 1 if index < plan.num_decodes else item.num_tokens
+            assert state.num_launched + num_known <= len(state.token_ids), "a token is not on the host yet"
 
     def _verify(self, state: _State, work: _Work) -> list[int]:
         """Compute the newest token and drafts. Return the accepted drafts, and the token after them."""
-        num_drafts, masks = work.num_tokens - 1, work.masks
+        num_drafts = work.num_tokens - 1
+        masks = work.masks
         assert not masks or len(masks) == 1 + len(work.drafts) == 1 + num_drafts
-        first, token_ids, right = state.num_computed, list[int](), True
+        first = state.num_computed
+        token_ids = list[int]()
+        right = True
         draft = state.token_ids[first]
         for index in range(1 + num_drafts):
             self._write(state, first + index, draft)
@@ -434,7 +446,8 @@ class ToyRunner:
                 right &= self._random.random() < RIGHT_DRAFTS
                 draft = token_ids[-1] if right else self._random.randrange(VOCAB, 2 * VOCAB)
         if work.drafts:
-            state.yielded, state.verifying = tuple(token_ids), False
+            state.yielded = tuple(token_ids)
+            state.verifying = False
         state.num_launched -= 1 + num_drafts - len(token_ids)
         state.least_launched += len(token_ids) - 1
         return token_ids
@@ -489,12 +502,13 @@ class ToyRunner:
         for group, window in enumerate(self._windows):
             if window is not None:
                 for seen in range(max(0, position - window + 1), position):
-                    found = self._slot(state, seen, group).tolist()
-                    assert found == [self._written(state.token_ids[seen]), seen], (seen, position, group)
+                    cached = self._slot(state, seen, group).tolist()
+                    assert cached == [self._written(state.token_ids[seen]), seen], (seen, position, group)
 
     def _read_by(self, state: _State) -> set[int]:
         """Return the blocks that the next steps of a sequence may read."""
-        size, count = self.kv_layout.block_size, len(self._windows)
+        size = self.kv_layout.block_size
+        count = len(self._windows)
         blocks = set()
         for entry, block in enumerate(state.blocks):
             index, group = divmod(entry, count)

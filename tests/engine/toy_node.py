@@ -166,9 +166,11 @@ class Node:
         )
         self.epoch = f"toy-{next(_names)}"
         self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows, latent)
-        setup, wake = ConnectorSetup(self.epoch, states=self.runner.rank_states), self._channel.wake
+        setup = ConnectorSetup(self.epoch, states=self.runner.rank_states)
+        wake = self._channel.wake
         self.connector = connector or LocalConnector(setup)
-        region, layout = self.runner.kv_region, self.runner.kv_layout
+        region = self.runner.kv_region
+        layout = self.runner.kv_layout
         self.kv: RankKV = self.connector.register(region, layout, wake)
         self.host_memory = None if host is None else host_memory(host, region, layout, setup, wake)
         self.disk = None if disk is None else disk(self.host_memory, wake)
@@ -201,9 +203,9 @@ class Node:
 
     @property
     def peers(self) -> ConnectedPeers:
-        found = self.scheduler.connector.peers
-        assert isinstance(found, ConnectedPeers)
-        return found
+        peers = self.scheduler.connector.peers
+        assert isinstance(peers, ConnectedPeers)
+        return peers
 
     def submit(
         self,
@@ -284,12 +286,13 @@ class Node:
 
     def kv_of(self, parts: Sequence[Leased]) -> list[int]:
         """Return the tokens in the blocks of a lease, which have one KV cache group."""
-        cache, found = self.runner.cache, list[int]()
+        cache = self.runner.cache
+        tokens = list[int]()
         for part in parts:
             for block in part.block_ids:
-                found += cache[block, 0, 0, 0, :, 0].tolist()
-            del found[len(found) - -part.num_tokens % BLOCK :]
-        return found
+                tokens += cache[block, 0, 0, 0, :, 0].tolist()
+            del tokens[len(tokens) - -part.num_tokens % BLOCK :]
+        return tokens
 
     def _add_leased(self, rid: int, blocks: tuple[int, ...], unused: int = 0) -> None:
         """Note leased blocks; the last one of each group has ``unused`` slots at its end."""
@@ -348,7 +351,7 @@ def _joined(parts: Sequence[OutputTokens]) -> OutputTokens:
         choices,
         token_ids,
         {index: reason for index, reason in enumerate(finish) if reason is not None},
-        {index: found for index, found in enumerate(logprobs) if found is not None},
+        {index: token_logprobs for index, token_logprobs in enumerate(logprobs) if token_logprobs is not None},
     )
 
 

@@ -25,8 +25,8 @@ async def main(port: int, folder: Path) -> None:
     serving = asyncio.create_task(uvicorn.Server(config).serve())
     text = ""
     while not serving.done():
-        if (found := (folder / "slices.json").read_text()) != text:
-            text = found
+        if (newest := (folder / "slices.json").read_text()) != text:
+            text = newest
             for item in json.loads(text):
                 await cluster.put(item)
         await asyncio.sleep(_POLL_SECONDS)

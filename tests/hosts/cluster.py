@@ -140,11 +140,13 @@ class Cluster:
     def _peers(self, pod: RunningPod) -> set[str]:
         """Return the running nodes that one reads from: D from P, and with --kv-source from all others."""
         read = self.nodes if pod.kind.flags("kv-source") else self.running_pods("prefill") * (pod.role == "decode")
-        return {each.name for each in read} - {pod.name}
+        return {node.name for node in read} - {pod.name}
 
     def connected_prefills(self, pod: RunningPod) -> set[str]:
         """Return the P that a node is connected to."""
-        return {*pod.describe().connected_peers} & {each.name for each in self.pods.values() if each.role == "prefill"}
+        return {*pod.describe().connected_peers} & {
+            other.name for other in self.pods.values() if other.role == "prefill"
+        }
 
     def with_local_secrets(self, words: list[str]) -> list[str]:
         """Return a command's words with the paths of Secrets on this machine."""

@@ -29,7 +29,8 @@ import pytest
 from switch import DROPPED, Host, SwitchConfig, SwitchReport
 
 _PREFIX = "pds"  # namespaces are named pds-<pid of pytest>-<number>-<host>
-_GATEWAY, _GATEWAY_MAC = "169.254.1.1", "02:00:00:00:ff:ff"
+_GATEWAY = "169.254.1.1"
+_GATEWAY_MAC = "02:00:00:00:ff:ff"
 _SWITCH = Path(__file__).with_name("switch.py")
 
 #: $1 is the host's folder, with its /etc/hosts and other files; $2 its name; then the program.
@@ -105,7 +106,8 @@ class Network:
 
     def add(self, name: str) -> Host:
         """Add a host. It can resolve names only after ``write_hosts_files``."""
-        device, namespace = f"h{self._next}", self._namespace(name)
+        device = f"h{self._next}"
+        namespace = self._namespace(name)
         host = Host(name, f"10.77.{self._next >> 8}.{self._next & 255}", device, f"02:00:00:00:00:{self._next:02x}")
         self._next += 1
         _ip("netns", "add", namespace)
@@ -224,8 +226,8 @@ class Network:
 
 def first_process(program: subprocess.Popen[bytes]) -> psutil.Process:
     """Return a started program: the first process of its PID namespace, and the child of ``unshare``."""
-    (found,) = psutil.Process(program.pid).children()
-    return found
+    (child,) = psutil.Process(program.pid).children()
+    return child
 
 
 def _remove_stale_namespaces() -> None:

@@ -19,11 +19,16 @@ import time
 
 import msgspec
 
-VNET_HEADER, ETHERNET_HEADER = 10, 14  # bytes
+VNET_HEADER = 10  # bytes
+ETHERNET_HEADER = 14  # bytes
 IP = VNET_HEADER + ETHERNET_HEADER  # offset of the IP header
-TCP, SYN, ACK = 6, 0x02, 0x10
+TCP = 6
+SYN = 0x02
+ACK = 0x10
 DROPPED = -1.0  # used as a delay: drop the packet
-_SOL_PACKET, _PACKET_VNET_HDR, _SO_RCVBUFFORCE = 263, 15, 33  # linux/if_packet.h, asm-generic/socket.h
+_SOL_PACKET = 263  # linux/if_packet.h
+_PACKET_VNET_HDR = 15  # linux/if_packet.h
+_SO_RCVBUFFORCE = 33  # asm-generic/socket.h
 _ETH_P_IP = 0x0800
 _BUFFER_BYTES = 32 << 20
 _BATCH = 64  # packets received before due packets are sent

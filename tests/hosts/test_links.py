@@ -24,12 +24,12 @@ HOSTS = {"router": "router", "D": "decode", "P": "prefill"}
 def hosts_of(cluster: Cluster, role: str) -> list[str]:
     """Return the host names of a role, or of its first pod for "one D" and "one P"."""
     one, _, kind = role.rpartition(" ")
-    found = [pod.name for pod in cluster.running_pods(HOSTS[kind])]
-    return found[:1] if one else found
+    names = [pod.name for pod in cluster.running_pods(HOSTS[kind])]
+    return names[:1] if one else names
 
 
 def others(cluster: Cluster, name: str) -> list[str]:
-    return [each for each in cluster.network.names if each not in (name, "machine")]
+    return [host for host in cluster.network.names if host not in (name, "machine")]
 
 
 def is_at_stage(cluster: Cluster, stage: str) -> bool:
@@ -136,7 +136,8 @@ def num_peer_losses(cluster: Cluster) -> float:
 @pytest.mark.slow
 def test_requests_survive_a_partition_during_a_transfer(cluster: Cluster, traffic: Traffic) -> None:
     """The link is slow first, so that the transfer is still running when it fails."""
-    prefill, decode = hosts_of(cluster, "P"), hosts_of(cluster, "D")
+    prefill = hosts_of(cluster, "P")
+    decode = hosts_of(cluster, "D")
 
     def received() -> int:
         counts = cluster.network.update_switch().num_bytes

@@ -31,19 +31,19 @@ def connected(cluster: Cluster) -> set[Connection]:
     """Return all connections so far between existing hosts, without the probes of the machine."""
     gone = cluster.pods.keys() - {pod.name for pod in cluster.running}
     opened = {(source, target, port) for source, target, port, _ in cluster.network.update_switch().opened}
-    return {each for each in opened if each[0] != "machine" and not gone & {*each[:2]}}
+    return {connection for connection in opened if connection[0] != "machine" and not gone & {*connection[:2]}}
 
 
 def not_allowed(connections: Iterable[Connection], rules: Iterable[Rule]) -> set[Connection]:
     """Return the connections that no rule covers."""
     rules = list(rules)
-    return {each for each in connections if not any(covers(rule, each) for rule in rules)}
+    return {connection for connection in connections if not any(covers(rule, connection) for rule in rules)}
 
 
 def not_used(connections: Iterable[Connection], rules: Iterable[Rule]) -> set[Rule]:
     """Return the rules that cover no connection."""
     connections = list(connections)
-    return {rule for rule in rules if not any(covers(rule, each) for each in connections)}
+    return {rule for rule in rules if not any(covers(rule, connection) for connection in connections)}
 
 
 def covers(rule: Rule, connection: Connection) -> bool:
@@ -57,8 +57,8 @@ def opened(cluster: Cluster) -> list[Rule]:
     """
     sources = [*cluster.pods, "client", "prometheus"]
     targets = [*(pod.name for pod in cluster.running), "api"]
-    found = [rule for rule in cluster.allowed_connections() if rule[0] in sources and rule[1] in targets]
-    return [rule for rule in found if rule[1] in cluster.pods or rule[2] in (443, 6443)]
+    rules = [rule for rule in cluster.allowed_connections() if rule[0] in sources and rule[1] in targets]
+    return [rule for rule in rules if rule[1] in cluster.pods or rule[2] in (443, 6443)]
 
 
 def shifted(rules: list[Rule], port: int) -> list[Rule]:
@@ -69,7 +69,8 @@ def shifted(rules: list[Rule], port: int) -> list[Rule]:
 def test_every_listening_port_is_allowed_by_a_policy_and_the_reverse(cluster: Cluster) -> None:
     rules = opened(cluster)
     for pod in cluster.running:
-        name, ports = pod.name, listening(cluster, pod.name)
+        name = pod.name
+        ports = listening(cluster, pod.name)
         assert PORTS[pod.role] in ports
         incoming = [rule for rule in rules if rule[1] == name]
         assert not [port for port in ports if not any(first <= port <= last for _, _, first, last in incoming)]
@@ -79,23 +80,28 @@ def test_every_listening_port_is_allowed_by_a_policy_and_the_reverse(cluster: Cl
 def test_connections_are_exactly_the_allowed_ones(cluster: Cluster) -> None:
     for url in (f"{cluster.url}/v1/models", *(f"http://{pod.metrics}/metrics" for pod in cluster.running)):
         assert httpx.get(url, headers=cluster.headers, trust_env=False).status_code == 200
-    found, rules = connected(cluster), opened(cluster)
-    assert not not_allowed(found, rules)
+    connections = connected(cluster)
+    rules = opened(cluster)
+    assert not not_allowed(connections, rules)
     (router,) = [pod.name for pod in cluster.running_pods("router")]
     # Two nodes have one connection of UCX, from either; that of a handoff is from D.
-    nodes, handoffs = cluster.nodes, {"decode": "prefill"}
+    nodes = cluster.nodes
+    handoffs = {"decode": "prefill"}
     answers = {(a.name, b.name, *UCX) for a in nodes for b in nodes if handoffs.get(a.role) != b.role}
     idle = {(router, "api", 443, 443), ("prometheus", router, 8000, 8000)}
-    assert not_used(found, rules) - answers == idle, "this API server listens on 6443, and all hosts may use the API"
+    assert not_used(connections, rules) - answers == idle, (
+        "this API server listens on 6443, and all hosts may use the API"
+    )
     for port in {first for _, _, first, _ in rules} - {443}:
-        assert not_allowed(found, shifted(rules, port)), f"a policy without port {port} would break no connection"
+        assert not_allowed(connections, shifted(rules, port)), f"a policy without port {port} would break no connection"
 
 
 @pytest.mark.slow
 def test_wrong_ucx_port_range_prevents_peer_connections(cluster: Cluster) -> None:
     """The switch refuses exactly the connections from D to P; after the fix, all nodes are as before."""
     right = list(cluster.allowed_connections())
-    decodes, prefills = cluster.running_pods("decode"), cluster.running_pods("prefill")
+    decodes = cluster.running_pods("decode")
+    prefills = cluster.running_pods("prefill")
     cluster.network.allow(shifted(right, UCX[0]))
     try:
         cluster.network.partition([pod.name for pod in decodes], [pod.name for pod in prefills])

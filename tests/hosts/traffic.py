@@ -17,7 +17,8 @@ from node_client import RouterClient, greedy
 
 CLIENTS = 4
 THINK = 0.2  # seconds: faults take seconds to be detected, and the whole cluster shares this machine meanwhile
-LONGEST_PROMPT, LONGEST_ANSWER = 1500, 60  # tokens
+LONGEST_PROMPT = 1500  # tokens
+LONGEST_ANSWER = 60  # tokens
 RELEASE_SECONDS = 10.0  # until no node holds a block for a request that has ended
 PROMPT = random.Random(5).choices(range(3, 4096), k=200)
 
@@ -59,14 +60,15 @@ def check_recovered(cluster: Cluster) -> None:
     for node in cluster.nodes:
         node.wait_idle(RELEASE_SECONDS)
     for decode in cluster.running_pods("decode"):
-        failures, handoffs = decode.counter("handoff_failures"), decode.counter("handoffs")
+        failures = decode.counter("handoff_failures")
+        handoffs = decode.counter("handoffs")
         with RouterClient(decode.address) as client:
             tokens = [
                 client.generate(PROMPT, greedy(8), prefill.name, cache_salt=uuid.uuid4().hex).tokens
                 for prefill in cluster.running_pods("prefill")
             ]
             tokens.append(client.generate(PROMPT, greedy(8), cache_salt=uuid.uuid4().hex).tokens)
-        assert all(each == tokens[-1] for each in tokens), "tokens after a handoff differ from D's own"
+        assert all(answer == tokens[-1] for answer in tokens), "tokens after a handoff differ from D's own"
         assert decode.counter("handoffs") == handoffs + len(cluster.running_pods("prefill"))
         assert decode.counter("handoff_failures") == failures, decode.log.read_text()[-2000:]
     for node in cluster.nodes:
@@ -78,8 +80,8 @@ def nodes_ready(cluster: Cluster) -> dict[str, int]:
     """Return the numbers of ready nodes that the router reports, by role."""
     router = cluster.running_pods("router")[0]
     lines = httpx.get(f"http://{router.metrics}/metrics", trust_env=False).text.splitlines()
-    found = [line for line in lines if line.startswith("pdserve_nodes_ready{")]
-    return {role: sum(int(float(line.split()[-1])) for line in found if f'role="{role}"' in line) for role in ROLES}
+    series = [line for line in lines if line.startswith("pdserve_nodes_ready{")]
+    return {role: sum(int(float(line.split()[-1])) for line in series if f'role="{role}"' in line) for role in ROLES}
 
 
 def wait(seconds: float) -> None:

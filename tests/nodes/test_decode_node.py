@@ -28,7 +28,8 @@ def test_tokens_after_a_handoff_equal_local_ones(length: int, nodes: Nodes) -> N
     with RouterClient(nodes.decode.address) as client:
         prompt = prompt_of(length)
         local = client.generate(prompt, greedy(12), cache_salt="local").tokens
-        read, failed = nodes.counter("kv_read_bytes"), nodes.counter("handoff_failures")
+        read = nodes.counter("kv_read_bytes")
+        failed = nodes.counter("handoff_failures")
         assert client.generate(prompt, greedy(12), nodes.main).tokens == local
         assert nodes.counter("kv_read_bytes") > read
         # Once more: now D has all but the end of it.
@@ -86,7 +87,8 @@ def test_a_choice_that_ends_with_its_first_token_does_not_end_the_others(nodes: 
 
 def test_short_and_cached_prompts_are_prefilled_on_d(nodes: Nodes) -> None:
     with RouterClient(nodes.decode.address) as client:
-        handoffs, local = nodes.counter("handoffs"), nodes.counter("local_prefills")
+        handoffs = nodes.counter("handoffs")
+        local = nodes.counter("local_prefills")
         client.generate(prompt_of(31, seed=4), greedy(2), nodes.main)
         long = prompt_of(200, seed=4)
         client.generate(long, greedy(2))  # fills the prefix cache

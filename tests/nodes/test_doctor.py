@@ -109,7 +109,8 @@ def test_the_tokens_that_end_answers_are_told_and_a_disagreement_is_a_warning(tm
 @pytest.mark.slow
 def test_hub_ids_are_looked_up(tmp_path: Path) -> None:
     small = [path.name for path in EMBEDDED_MODEL.iterdir() if path.suffix in (".json", ".jinja")]
-    missing, partial = hub_cache(tmp_path / "empty"), hub_cache(tmp_path / "partial", *small)
+    missing = hub_cache(tmp_path / "empty")
+    partial = hub_cache(tmp_path / "partial", *small)
     whole = hub_cache(tmp_path / "whole", *small, "model.safetensors")
     status, findings = doctor("--device", "cpu", "--kv-connector", "none", model="no/model", **missing)
     assert (status, failed(findings)) == (1, {"checkpoint"})
@@ -154,7 +155,8 @@ def test_a_silent_fallback_to_tcp_fails() -> None:
 def test_all_failing_checks_are_reported_in_one_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as closed:
-        port, peer = taken.getsockname()[1], closed.getsockname()[1]
+        port = taken.getsockname()[1]
+        peer = closed.getsockname()[1]
         closed.close()
         flags = ("--device", "cpu", "--port", str(port), "--grpc-tls", str(tmp_path), "--prefill", f"127.0.0.1:{peer}")
         status, findings = doctor(*flags, model=str(tmp_path))

@@ -27,7 +27,8 @@ class FailingNode:
     """A decode node with two ranks and the checkpoints a and b. Reads of one rank fail once ``trigger`` is written."""
 
     def __init__(self, fleet: Fleet, folder: Path, module: str) -> None:
-        self.folder, self.trigger = folder, folder / "trigger"
+        self.folder = folder
+        self.trigger = folder / "trigger"
         python_path = f"{Path(__file__).parent / 'failing_engine'}:{os.environ.get('PYTHONPATH', '')}"
         environ = {"PYTHONPATH": python_path, "FAILING_MODULE": module, "FAILING_READS": str(self.trigger)}
         flags = [*FLAGS, "--allow-weight-changes", str(folder)]

@@ -60,8 +60,8 @@ def test_a_number_is_refused_exactly_if_it_is_outside_its_range(name: str) -> No
     for lie in lies(RECEIVED[name]):
         message = GetMessageClass(RECEIVED[name])()
         around = lie.around(message)
-        for each in around:
-            fill(each)
+        for outer in around:
+            fill(outer)
         assert not violation(message)
         lie.add_to(message)
         if lie.value in RANGES[around[-1].DESCRIPTOR.name][lie.path[-1]]:

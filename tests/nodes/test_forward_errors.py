@@ -43,7 +43,7 @@ STAGES = {  # stages, the rank that fails, its name
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "failing", "name", "runner"),
-    [pytest.param(*each, runner, id=f"{of}-{runner}") for of, each in STAGES.items() for runner in RUNNERS],
+    [pytest.param(*case, runner, id=f"{of}-{runner}") for of, case in STAGES.items() for runner in RUNNERS],
 )
 def test_a_failing_forward_pass_is_logged_with_its_traceback_and_names_its_rank(
     fleet: Fleet, checkpoint: Path, tmp_path: Path, stages: int, failing: int, name: str, runner: str

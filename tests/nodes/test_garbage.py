@@ -86,10 +86,12 @@ def _two_ranks(reply: pb.HandshakeReply) -> None:
 
 def _half_of_the_layers(reply: pb.HandshakeReply) -> None:
     layout = reply.ranks[0].layout
-    held, of_the_model = layout.num_layers // 2, layout.num_layers
+    held = layout.num_layers // 2
+    of_the_model = layout.num_layers
     layout.num_layers = held
     share = pb.KVShare(num_layers=held, num_heads=layout.num_kv_heads)
-    share.total_layers, share.total_heads = of_the_model, layout.num_kv_heads
+    share.total_layers = of_the_model
+    share.total_heads = layout.num_kv_heads
     reply.ranks[0].share.CopyFrom(share)
 
 
@@ -306,17 +308,19 @@ def test_logprobs_that_lie_are_not_passed_on(lie: pb.TokenLogprobs, pair: Pair) 
     pair.proxy.alter_event = alter
     failures = pair.decode.counter("handoff_failures")
     with RouterClient(pair.decode.address) as client:
-        sampling, salt = greedy(pair.num_tokens, logprobs=1), pair.new_salt(client)
+        sampling = greedy(pair.num_tokens, logprobs=1)
+        salt = pair.new_salt(client)
         answer = client.generate(PROMPT, sampling, pair.prefill.address, cache_salt=salt)
     assert answer.tokens == pair.expected
-    assert [len(each.top_ids) for each in answer.logprobs[0]] == [1] * pair.num_tokens
+    assert [len(logprobs.top_ids) for logprobs in answer.logprobs[0]] == [1] * pair.num_tokens
     assert lie not in answer.logprobs[0]
     assert pair.decode.counter("handoff_failures") == failures + 1
 
 
 def test_next_tokens_that_were_not_asked_for(pair: Pair) -> None:
     """For a resumed request P samples one token, which D ignores."""
-    done, failures = pair.expected[:5], pair.decode.counter("handoff_failures")
+    done = pair.expected[:5]
+    failures = pair.decode.counter("handoff_failures")
     pair.proxy.alter_event = _next_tokens(5, behind=1)
     resume = [pb.ResumedChoice(choice=0, token_ids=pack_tokens(done))]
     with RouterClient(pair.decode.address) as client:
@@ -370,7 +374,8 @@ def test_an_extension_that_comes_twice(pair: Pair) -> None:
             assert extended.wait(patience(20.0))
 
     failures = pair.decode.counter("handoff_failures")
-    pair.proxy.alter_request, pair.proxy.before_event = alter, wait_for_extension
+    pair.proxy.alter_request = alter
+    pair.proxy.before_event = wait_for_extension
     assert_served(pair)
     assert extended.is_set()
     assert pair.decode.counter("handoff_failures") == failures

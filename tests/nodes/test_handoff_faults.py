@@ -65,7 +65,8 @@ def test_an_expired_lease_whose_blocks_were_overwritten_yields_no_token(nodes: N
     nodes.short_proxy.alter_event = claim_a_minute
     with RouterClient(nodes.decode.address) as client:
         expected = client.generate(prompt, greedy(40), cache_salt="local").tokens
-        read, recomputed = nodes.counter("kv_read_bytes"), nodes.counter("handoff_recomputes")
+        read = nodes.counter("kv_read_bytes")
+        recomputed = nodes.counter("handoff_recomputes")
         assert client.generate(prompt, greedy(40), nodes.short.address).tokens == expected
     assert nodes.counter("kv_read_bytes") > read, "it did read the blocks"
     assert nodes.counter("handoff_recomputes") == recomputed + 1

@@ -75,7 +75,8 @@ def test_release_and_extend_of_another_stream_change_no_token(pair: Pair) -> Non
     """The hostile streams run when all blocks of four prompts are announced, and before D has read the last ones."""
     prompts = [prompt_of(70 + seed, 200) for seed in range(VICTIMS)]
     messages = [message for number in range(30) for message in claims_on_p(number)]
-    computed, attacked = threading.Semaphore(0), threading.Event()
+    computed = threading.Semaphore(0)
+    attacked = threading.Event()
 
     def hold(kind: str) -> None:
         if kind == "first_tokens":  # the last part follows
@@ -84,7 +85,8 @@ def test_release_and_extend_of_another_stream_change_no_token(pair: Pair) -> Non
 
     with RouterClient(pair.decode.address) as client:
         expected = [client.generate(prompt, greedy(40), cache_salt="local").tokens for prompt in prompts]
-        failures, violations = pair.decode.counter("handoff_failures"), pair.prefill.counter("stream_violations")
+        failures = pair.decode.counter("handoff_failures")
+        violations = pair.prefill.counter("stream_violations")
         pair.proxy.before_event = hold
         results = [client.send(prompt, greedy(40), pair.prefill.address, cache_salt="read") for prompt in prompts]
         for _ in results:

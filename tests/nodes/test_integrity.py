@@ -16,7 +16,9 @@ from node_fleet import FLAGS
 
 from pdserve.pb import pdserve_pb2 as pb
 
-BLOCK, STEP, LENGTH = 8, 64, 300  # tokens: of a block, a step of the prefill node and the prompts here
+BLOCK = 8  # tokens
+STEP = 64  # tokens of a step of the prefill node
+LENGTH = 300  # tokens of the prompts here
 PREFILL = [*FLAGS, "--max-batch-tokens", str(STEP), "--max-num-seqs", "8"]
 
 
@@ -36,7 +38,8 @@ class Checked:
         decodes.start_decode(checkpoint, [*FLAGS, *flags, "--kv-failure-policy", "fail"])
         prefills.wait_ready()
         decodes.wait_ready()
-        self.prefill, self.decode, self.strict = prefills.prefill[0], *decodes.decode
+        self.prefill = prefills.prefill[0]
+        self.decode, self.strict = decodes.decode
         self._decodes = decodes
 
     def settle(self) -> None:
@@ -109,7 +112,8 @@ def test_checksummed_kv_yields_exact_tokens(checked: Checked) -> None:
 
 @pytest.mark.parametrize(("part", "block"), [(1, 0), (3, 7), (5, -1)], ids=["first", "middle", "last, partly filled"])
 def test_a_corrupt_block_is_recomputed(part: int, block: int, checked: Checked) -> None:
-    node, prompt = checked.decode, prompt_of(2)
+    node = checked.decode
+    prompt = prompt_of(2)
     with RouterClient(node.address) as client:
         expected = client.generate(prompt, greedy(10), cache_salt="local").tokens
         names = ("kv_checksum_failures", "kv_read_failures", "handoff_recomputes", "peer_losses")

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from node.leasing.leases import Lease, LeaseId, LeaseState, LeaseTable
 
-SECONDS, GUARD, TERMS = 3.0, 1.0, 10
+SECONDS = 3.0
+GUARD = 1.0
+TERMS = 10
 STREAMS = 3
 
 _operations = st.lists(
@@ -48,10 +50,12 @@ class _Expected:
 
 @given(_operations)
 def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tuple[str, int]]) -> None:
-    table, now = new_table(), 0.0
+    table = new_table()
+    now = 0.0
     model: dict[LeaseId, _Expected] = {}  # leases that have not ended
     ended: dict[LeaseId, str] = {}
-    accepted, granted = 10, 0  # operations may name leases 6 to 9, which were never accepted
+    accepted = 10  # operations may name leases 6 to 9, which were never accepted
+    granted = 0
 
     def end(lease: LeaseId, how: str) -> None:
         del model[lease]
@@ -71,7 +75,8 @@ def test_every_lease_ends_once_and_its_blocks_are_freed_once(operations: list[tu
                 assert table.announce(lease, operation == "announce last", now) == stands
                 if entry is not None and stands:
                     granted += entry.ends == inf
-                    entry.ends, entry.announced = min(entry.ends, now + SECONDS + GUARD), now
+                    entry.ends = min(entry.ends, now + SECONDS + GUARD)
+                    entry.announced = now
                     entry.complete = operation == "announce last"
             case "extend":
                 kept = table.extend(lease, now)
@@ -156,7 +161,8 @@ def test_an_extended_lease_outlives_its_first_end() -> None:
 
 
 def test_another_stream_changes_nothing_with_the_same_number() -> None:
-    table, other = new_table(), LeaseId(2, 7)
+    table = new_table()
+    other = LeaseId(2, 7)
     complete(table, SEVEN)
     assert table.get(other) is None
     assert table.extend(other, 2.0) == 0
@@ -167,7 +173,8 @@ def test_another_stream_changes_nothing_with_the_same_number() -> None:
 
 
 def test_extensions_are_bounded() -> None:
-    table, now = new_table(), 5.0
+    table = new_table()
+    now = 5.0
     complete(table, SEVEN, now)
     while table.extend(SEVEN, now):
         now += 1.0

@@ -58,7 +58,7 @@ def connect(name: str, told: list[Lie], other_drafts: bool) -> list[str]:
         lie.add_to(message)
     try:
         check_answer(message)
-        peer = Peer("p", "e1", tuple(rank_from_pb(each) for each in message.ranks), other_drafts)
+        peer = Peer("p", "e1", tuple(rank_from_pb(rank) for rank in message.ranks), other_drafts)
     except (PeerError, ConfigError) as exc:
         return [str(exc)]
     events = EventBatch()
@@ -86,14 +86,14 @@ def test_an_honest_peer_is_connected_and_each_single_lie_is_refused_or_harmless(
 @st.composite
 def shares(draw: st.DrawFn) -> list[Lie]:
     """A part of some model, of any size and with any number of layers that make drafts."""
-    found = []
+    numbers = []
     for what in ("layer", "head"):
         total = draw(st.integers(1, 12) | st.just(4096))
         first = draw(st.integers(0, total - 1))
         count = draw(st.integers(1, total - first))
-        found += [(f"total_{what}s", total), (f"first_{what}", first), (f"num_{what}s", count)]
-    found.append(("draft_layers", draw(st.integers(0, found[0][1] - 1))))
-    return [Lie(("ranks", "share", name), value) for name, value in found]
+        numbers += [(f"total_{what}s", total), (f"first_{what}", first), (f"num_{what}s", count)]
+    numbers.append(("draft_layers", draw(st.integers(0, numbers[0][1] - 1))))
+    return [Lie(("ranks", "share", name), value) for name, value in numbers]
 
 
 @examples(500)

@@ -50,7 +50,8 @@ class LyingPrefill(ScriptedNode, pb_grpc.PrefillNodeServicer):
         self.description.CopyFrom(described)
         self.reply = reply
         for message in (self.description, self.reply):
-            message.node_id, message.epoch = node_id, "1"
+            message.node_id = node_id
+            message.epoch = "1"
         for rank in self.reply.ranks:
             rank.agent = node_id
 
@@ -113,8 +114,8 @@ def serves_beside(told: Sequence[Lie], role: str) -> None:
             wait_for(lambda: peer.describe().node_id in decode.describe().connected_peers, 20.0)
             assert client.generate(PROMPT, greedy(OUTPUT), peer.address, cache_salt="handoff").tokens == expected
         fleet.wait_ready()  # no process has ended
-        for each in fleet.nodes:
-            each.wait_idle()
+        for process in fleet.nodes:
+            process.wait_idle()
 
 
 @pytest.mark.parametrize("role", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])

@@ -52,7 +52,8 @@ def nested(size: int) -> bytes:
 @pytest.mark.parametrize("role", SERVE)
 def test_an_oversized_message_ends_only_its_call(fleet: Fleet, role: str) -> None:
     node: NodeProcess = (fleet.decode if role == "decode" else fleet.prefill)[0]
-    message, limit = nested(60 << 20), request_limit(CONTEXT)
+    message = nested(60 << 20)
+    limit = request_limit(CONTEXT)
     channel: Any
     with grpc.insecure_channel(node.address) as channel, RouterClient(fleet.decode[0].address) as client:
         running = client.send(range(3, 40), greedy(2000))

@@ -16,8 +16,8 @@ def test_kv_reads_are_counted_by_peer(nodes: Nodes) -> None:
     """A peer's label is its configured address, here that of a proxy."""
 
     def of(address: str) -> list[float]:
-        found = nodes.decode.status().counters
-        return [found[series(f"pdserve_kv_{name}_total", peer=address)] for name in ("reads", "read_bytes")]
+        counters = nodes.decode.status().counters
+        return [counters[series(f"pdserve_kv_{name}_total", peer=address)] for name in ("reads", "read_bytes")]
 
     before = of(nodes.proxy.address), of(nodes.short_proxy.address)
     handoffs = nodes.decode.status().counters["pdserve_handoff_exposed_seconds_count"]

@@ -16,7 +16,8 @@ from test_resumed import KINDS, OUTPUT, choices, logprobs_of
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb
 
-LENGTH, BLOCK_SIZE = 75, 8  # tokens of the prompt and a block
+LENGTH = 75  # tokens of the prompt
+BLOCK_SIZE = 8  # tokens
 CACHED = LENGTH // BLOCK_SIZE * BLOCK_SIZE
 DONE = 5  # tokens of the output before the move
 _salts = itertools.count()
@@ -33,12 +34,15 @@ def begun(whole: Generated, done: int = DONE) -> dict[int, list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_moved_request_yields_the_remaining_tokens(kind: str, nodes: Nodes) -> None:
     """The prompt was handed off to another D, so P has it."""
-    prompt, sampling, salt = prompt_of(LENGTH), KINDS[kind], f"moved {next(_salts)}"
+    prompt = prompt_of(LENGTH)
+    sampling = KINDS[kind]
+    salt = f"moved {next(_salts)}"
     with RouterClient(nodes.decode.address) as client:
         whole = client.generate(prompt, sampling, nodes.main, cache_salt=salt)
     done = begun(whole)
     nodes.settle()
-    steps, pulled = nodes.prefill.status().steps, nodes.counter("pulled_tokens", nodes.strict)
+    steps = nodes.prefill.status().steps
+    pulled = nodes.counter("pulled_tokens", nodes.strict)
     with RouterClient(nodes.strict.address) as client:
         rest = client.generate(prompt, sampling, nodes.main, cache_salt=salt, resume=choices(done), pull=True)
     assert rest.failure is None, rest.failure
@@ -54,8 +58,10 @@ def test_moved_request_yields_the_remaining_tokens(kind: str, nodes: Nodes) -> N
 def test_what_p_has_not_cached_is_computed_also_with_the_policy_to_fail(
     resume: dict[int, list[int]], nodes: Nodes
 ) -> None:
-    prompt, salt = prompt_of(LENGTH, 1), f"missing {next(_salts)}"
-    steps, misses = nodes.prefill.status().steps, nodes.counter("pull_misses", nodes.strict)
+    prompt = prompt_of(LENGTH, 1)
+    salt = f"missing {next(_salts)}"
+    steps = nodes.prefill.status().steps
+    misses = nodes.counter("pull_misses", nodes.strict)
     failures = nodes.counter("handoff_failures", nodes.strict)
     with RouterClient(nodes.strict.address) as client:
         sampling = greedy(OUTPUT)
@@ -70,7 +76,8 @@ def test_what_p_has_not_cached_is_computed_also_with_the_policy_to_fail(
 
 def test_new_prompt_may_be_pulled(nodes: Nodes) -> None:
     """The prompt's length is a multiple of a block: D computes the last block, and samples behind it."""
-    prompt, salt = prompt_of(CACHED), f"new {next(_salts)}"
+    prompt = prompt_of(CACHED)
+    salt = f"new {next(_salts)}"
     with RouterClient(nodes.decode.address) as client:
         whole = client.generate(prompt, greedy(OUTPUT), nodes.main, cache_salt=salt).tokens
     pulled = nodes.counter("pulled_tokens", nodes.strict)
@@ -112,7 +119,8 @@ def send_pull(client: PrefillClient, nodes: Nodes, prompt: list[int], skip: int 
         skip_tokens=skip,
         cached_only=True,
     )
-    prefill, kinds = client.send(request), [""]
+    prefill = client.send(request)
+    kinds = [""]
     while kinds[-1] != "finished":
         event = prefill.next()
         kinds.append(event.WhichOneof("kind") or "")
@@ -138,7 +146,8 @@ def test_answers_of_p(nodes: Nodes) -> None:
         assert client.release(computed)
         assert send_pull(client, nodes, prompt, skip=16) == ["accepted", "kv_ready", "finished"]
         assert send_pull(client, nodes, prompt, skip=CACHED) == ["accepted", "finished"]
-        request.cached_only, request.skip_tokens = True, CACHED + BLOCK_SIZE
+        request.cached_only = True
+        request.skip_tokens = CACHED + BLOCK_SIZE
         with pytest.raises(PrefillFailed):
             client.send(request).all()
 
@@ -189,7 +198,8 @@ class CachedPrompt:
 
 def test_moved_stream_is_exact_with_checksums(pair: Pair) -> None:
     cached = CachedPrompt(pair)
-    tokens, pulled = pair.prefill.counter("admitted_prompt_tokens"), pair.decode.counter("pulled_tokens")
+    tokens = pair.prefill.counter("admitted_prompt_tokens")
+    pulled = pair.decode.counter("pulled_tokens")
     cached.pull(pair)
     assert pair.decode.counter("pulled_tokens") == pulled + cached.cached
     assert pair.prefill.counter("admitted_prompt_tokens") == tokens
@@ -213,7 +223,8 @@ def with_more_tokens(event: pb.PrefillEvent) -> Sequence[pb.PrefillEvent]:
 
 @pytest.mark.parametrize("alter", [corrupted, with_first_tokens, with_more_tokens])
 def test_answer_that_lies_yields_no_wrong_token(alter: object, pair: Pair) -> None:
-    cached, failures = CachedPrompt(pair), pair.decode.counter("handoff_failures")
+    cached = CachedPrompt(pair)
+    failures = pair.decode.counter("handoff_failures")
     pair.proxy.alter_event = alter  # type: ignore[assignment]
     cached.pull(pair)
     pair.proxy.reset()

@@ -37,8 +37,12 @@ SIMULATED = (
 )
 
 # HTTP/2 (RFC 9113)
-DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
-REFUSED_STREAM, ENHANCE_YOUR_CALM = 7, 11
+DATA = 0
+HEADERS = 1
+RST_STREAM = 3
+SETTINGS = 4
+REFUSED_STREAM = 7
+ENHANCE_YOUR_CALM = 11
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -171,12 +175,14 @@ def frames(sock: socket.socket) -> Iterator[tuple[int, int, bytes]]:
 
 
 def test_streams_opened_in_spite_of_the_limit_are_refused(fleet: Fleet) -> None:
-    node, number = node_of(fleet, "decode"), 4 * STREAMS
+    node = node_of(fleet, "decode")
+    number = 4 * STREAMS
     with connect(node.address) as sock:
         streams = range(1, 2 * number, 2)
         calls = (frame(HEADERS, 4, stream, CALL) + frame(DATA, 1, stream, bytes(5)) for stream in streams)
         sock.sendall(PREFACE + b"".join(calls))
-        refused, opened = set(), set()
+        refused = set()
+        opened = set()
         for kind, stream, payload in frames(sock):
             if kind == RST_STREAM:
                 assert int.from_bytes(payload, "big") in (REFUSED_STREAM, ENHANCE_YOUR_CALM)
@@ -196,12 +202,12 @@ def test_streams_opened_in_spite_of_the_limit_are_refused(fleet: Fleet) -> None:
 
 def test_scraper_is_served_beside_idle_connections_at_the_metrics_port(fleet: Fleet) -> None:
     for node in (*fleet.prefill, *fleet.decode):
-        found = re.search(r"metrics at http://(\S+)/metrics", node.output)
-        assert found is not None
+        match = re.search(r"metrics at http://(\S+)/metrics", node.output)
+        assert match is not None
         with ExitStack() as stack:
             for number in range(2 * FILES):
-                stack.enter_context(connect(found[1])).sendall(b"GET /met"[: number % 9])
+                stack.enter_context(connect(match[1])).sendall(b"GET /met"[: number % 9])
             for _ in range(5):
-                with urllib.request.urlopen(f"http://{found[1]}/metrics", timeout=patience(20)) as response:
+                with urllib.request.urlopen(f"http://{match[1]}/metrics", timeout=patience(20)) as response:
                     assert b"pdserve_kv_blocks" in response.read()
             assert accepts(node)

@@ -254,14 +254,22 @@ def test_a_node_listens_only_on_its_port_and_the_ucx_range(checkpoint: Path, mon
     with started(checkpoint, "prefill_node") as node:
         node.wait_for("ready")
         _, port = node.states[0]["address"].split(":")
-        sockets = (each for process in (psutil.Process(node.process.pid), node.engine()) for each in listening(process))
+        sockets = (
+            listening_port
+            for process in (psutil.Process(node.process.pid), node.engine())
+            for listening_port in listening(process)
+        )
         others = set(sockets) - {int(port)}
     assert others
     assert others <= set(range(20000, 20256))
 
 
 def listening(process: psutil.Process) -> list[int]:
-    return [each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    return [
+        connection.laddr.port
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def probe(address: str, service: str) -> int:

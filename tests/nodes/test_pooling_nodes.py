@@ -30,7 +30,8 @@ FLAGS = (
     *("--block-size", "16", "--kv-cache-memory", "1MiB", "--max-model-len", "512"),
     *("--max-batch-tokens", "64", "--max-num-seqs", "8"),
 )
-NO, YES = 7, 9  # ids of these tokens in the reranker's tokenizer.json
+NO = 7  # id of this token in the reranker's tokenizer.json
+YES = 9  # id in the same file
 LENGTHS = (1, 5, 8, 16, 63, 64, 65, 200, 511)
 
 
@@ -47,7 +48,7 @@ def write_embedder(directory: Path, mode: str, family: str = "qwen3") -> Path:
     ]
     (directory / "modules.json").write_text(json.dumps(listed))
     (directory / "1_Pooling").mkdir()
-    flags = {f"pooling_mode_{each}": each == mode for each in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    flags = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
     (directory / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 64, **flags}))
     return directory
 
@@ -83,8 +84,8 @@ def write_reranker(directory: Path) -> Path:
 def hidden_states(directory: Path, prompt: Sequence[int]) -> torch.Tensor:
     model: Any = transformers.AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
-    return found
+        states: torch.Tensor = model(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+    return states
 
 
 def expected_vector(kind: str, directory: Path, prompt: Sequence[int]) -> NDArray[np.float32]:
@@ -111,7 +112,9 @@ class Pooler:
     """A node of one kind, and calls to it."""
 
     def __init__(self, kind: str, directory: Path, node: NodeProcess) -> None:
-        self.kind, self.directory, self.node = kind, directory, node
+        self.kind = kind
+        self.directory = directory
+        self.node = node
 
     def pool(self, prompts: Sequence[Sequence[int]], **fields: Any) -> pb.PoolReply:
         with grpc.insecure_channel(self.node.address) as channel:
@@ -215,7 +218,8 @@ def test_shortened_embeddings_are_normalized_again(pooler: Pooler) -> None:
     if pooler.node.describe().task != "embed":
         return
     prompts = prompts_of([20, 30], seed=12)
-    whole, short = pooler.pool(prompts), pooler.pool(prompts, dimensions=16)
+    whole = pooler.pool(prompts)
+    short = pooler.pool(prompts, dimensions=16)
     for vector, cut in zip(whole.vectors, short.vectors, strict=True):
         expected = np.frombuffer(vector, "<f4")[:16]
         assert np.allclose(np.frombuffer(cut, "<f4"), expected / np.linalg.norm(expected), atol=1e-6)

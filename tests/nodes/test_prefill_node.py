@@ -156,7 +156,8 @@ def test_a_repeated_prompt_number_ends_the_stream(nodes: Nodes) -> None:
 def test_prompts_beyond_the_queue_limit_are_overloaded(nodes: Nodes) -> None:
     """The queue takes 8 prompts. Further ones fail as overloaded, and accepted ones are computed."""
     epoch = nodes.prefill.describe().epoch
-    served, codes = 0, set()
+    served = 0
+    codes = set()
     with PrefillClient(nodes.prefill.address) as client:
         prefills = [
             client.send(prefill_request(epoch, [(index * 17 + position) % 120 + 3 for position in range(400)]))

@@ -37,18 +37,19 @@ def prompt_of(length: int) -> list[int]:
 
 
 def choices(tokens: dict[int, list[int]]) -> list[pb.ResumedChoice]:
-    return [pb.ResumedChoice(choice=choice, token_ids=pack_tokens(each)) for choice, each in tokens.items()]
+    return [pb.ResumedChoice(choice=choice, token_ids=pack_tokens(token_ids)) for choice, token_ids in tokens.items()]
 
 
 def logprobs_of(result: Generated, choice: int) -> list[float]:
-    return [each.logprob for each in result.logprobs.get(choice, [])]
+    return [token.logprob for token in result.logprobs.get(choice, [])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["handed off", "prefilled on D", "cached on D"])
 @pytest.mark.parametrize("cut", [1, 5, OUTPUT - 1])
 def test_a_resumed_request_yields_the_remaining_tokens(kind: str, way: str, cut: int, nodes: Nodes) -> None:
-    prompt, sampling = prompt_of(75), KINDS[kind]
+    prompt = prompt_of(75)
+    sampling = KINDS[kind]
     peer = nodes.main if way == "handed off" else ""
     with RouterClient(nodes.decode.address) as client:
         salt = f"resumed {next(_salts)}"

@@ -19,7 +19,9 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 
-REQUESTS, TOKENS, AT_ONCE = 100, 60, 16
+REQUESTS = 100
+TOKENS = 60
+AT_ONCE = 16
 ROUNDING = 0.1  # change of a log-probability in bfloat16; wrong KV changes it by several units
 
 
@@ -30,18 +32,18 @@ def send(client: RouterClient, seed: int, resume: Sequence[int] = ()) -> Generat
     return client.send(prompt, sampling, resume=so_far, cache_salt=str(random.getrandbits(60)))
 
 
-def largest_change(found: Generated, expected: Generated, begins: int) -> float:
+def largest_change(answer: Generated, expected: Generated, begins: int) -> float:
     """Return the largest change of a log-probability up to the first token that differs, that one included.
 
     A token that is no longer among the most likely ones counts as if it was as likely as the last of them.
     """
     changes = [0.0]
-    for at, (mine, other) in enumerate(zip(found.logprobs[0], expected.logprobs[0][begins:], strict=True)):
+    for at, (mine, other) in enumerate(zip(answer.logprobs[0], expected.logprobs[0][begins:], strict=True)):
         most_likely = dict(zip(mine.top_ids, mine.top_logprobs, strict=True))
         least = min(mine.top_logprobs)
         both = zip(other.top_ids, other.top_logprobs, strict=True)
         changes += [abs(most_likely.get(token_id, min(least, value)) - value) for token_id, value in both]
-        if found.choices[0][at] != expected.choices[0][begins + at]:
+        if answer.choices[0][at] != expected.choices[0][begins + at]:
             break
     return max(changes)
 
@@ -55,18 +57,18 @@ def test_answers_differ_by_rounding_only(tmp_path: Path, dtype: str) -> None:
     with start_fleet(model, 0, 1, router=False) as fleet, RouterClient(fleet.decode[0].address) as client:
         alone = [send(client, seed).wait() for seed in range(REQUESTS)]
         again = [send(client, seed).wait() for seed in range(REQUESTS)]
-        assert [each.tokens for each in again] == [each.tokens for each in alone]
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in alone]
         runs: dict[str, list[tuple[Generated, int]]] = {"in a batch": [], "resumed alone": []}
         for start in range(0, REQUESTS, AT_ONCE):
             batch = [send(client, seed) for seed in range(start, min(start + AT_ONCE, REQUESTS))]
-            runs["in a batch"] += [(each.wait(), 0) for each in batch]
-        for seed, each in enumerate(alone):
+            runs["in a batch"] += [(request.wait(), 0) for request in batch]
+        for seed, answer in enumerate(alone):
             begins = rng.randrange(1, TOKENS)
-            runs["resumed alone"].append((send(client, seed, each.tokens[:begins]).wait(), begins))
-    for name, found in runs.items():
-        pairs = list(zip(found, alone, strict=True))
-        differ = sum(each.tokens != other.tokens[begins:] for (each, begins), other in pairs)
-        change = max(largest_change(each, other, begins) for (each, begins), other in pairs)
+            runs["resumed alone"].append((send(client, seed, answer.tokens[:begins]).wait(), begins))
+    for name, answers in runs.items():
+        pairs = list(zip(answers, alone, strict=True))
+        differ = sum(answer.tokens != other.tokens[begins:] for (answer, begins), other in pairs)
+        change = max(largest_change(answer, other, begins) for (answer, begins), other in pairs)
         print(f"{dtype}, {name}: {differ} of {REQUESTS} answers differ, log-probabilities by up to {change:.2g}")
         assert change < (ROUNDING if dtype == "bfloat16" else 1e-3)
         assert dtype == "bfloat16" or not differ

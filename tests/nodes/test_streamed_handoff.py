@@ -64,7 +64,8 @@ def pair(shared_pair: Pair) -> Iterator[Pair]:
 
 def test_announced_blocks_are_read_while_the_prompt_is_computed(pair: Pair) -> None:
     """D reads all but the last part, each once, while the proxy delays the first tokens."""
-    prompt, before = prompt_of(1), pair.decode.counter("kv_read_bytes")
+    prompt = prompt_of(1)
+    before = pair.decode.counter("kv_read_bytes")
 
     def num_read() -> float:
         return (pair.decode.counter("kv_read_bytes") - before) / BLOCK_BYTES
@@ -104,10 +105,10 @@ def test_parts_are_announced_in_order(pair: Pair) -> None:
     with PrefillClient(pair.prefill.address) as client:
         prefill = client.send(request)
         _, *parts, first, last = prefill.all()
-        assert [each.HasField("last_chunk") for each in parts].count(True) == 1, (
+        assert [part.HasField("last_chunk") for part in parts].count(True) == 1, (
             "before the step with the last part ends"
         )
-        parts = [*(each for each in parts if not each.HasField("last_chunk")), last]
+        parts = [*(part for part in parts if not part.HasField("last_chunk")), last]
         kinds = [kind for message in client.messages for kind in message]
         at = kinds.index("first_tokens")
         assert kinds[at : at + 3] == ["first_tokens", "kv_ready", "finished"]
@@ -135,7 +136,8 @@ def test_a_stream_that_ends_between_parts_frees_every_block(how: str, pair: Pair
 @pytest.mark.parametrize("index", range(6))
 def test_a_release_between_parts_ends_the_prompt(index: int, pair: Pair) -> None:
     """D releases a lease while P computes its prompt. If P was faster, another prompt is sent."""
-    epoch, failure = pair.prefill.describe().epoch, ""
+    epoch = pair.prefill.describe().epoch
+    failure = ""
     with PrefillClient(pair.prefill.address) as client:
         for attempt in range(ATTEMPTS):
             prefill = send_long_prompt(client, epoch, index, f"released {index} {attempt}")
@@ -151,7 +153,8 @@ def test_a_release_between_parts_ends_the_prompt(index: int, pair: Pair) -> None
 
 def test_a_lease_is_extended_while_blocks_are_missing(pair: Pair) -> None:
     """The last blocks are announced much later than an unextended lease would end."""
-    prompt, extended = prompt_of(7), threading.Semaphore(0)
+    prompt = prompt_of(7)
+    extended = threading.Semaphore(0)
 
     def wait_for_extensions() -> None:
         for _ in range(5):
@@ -175,7 +178,8 @@ def test_a_lease_is_extended_while_blocks_are_missing(pair: Pair) -> None:
 
 def test_a_handoff_whose_lease_cannot_be_extended_is_recomputed(pair: Pair) -> None:
     """P receives no Extend: D computes the prompt, and P's blocks are free when the lease has expired."""
-    prompt, served = prompt_of(8), threading.Event()
+    prompt = prompt_of(8)
+    served = threading.Event()
 
     def wait_until_served() -> None:
         assert served.wait(patience(20.0))
@@ -200,7 +204,8 @@ def test_tokens_decoded_ahead_arrive_before_the_kv(ended: str, pair: Pair) -> No
 
     D then goes on behind them: with P's KV, without it, or not at all.
     """
-    prompt, num_tokens = prompt_of(5), 1 + DECODE_AHEAD if ended == "there already" else 40
+    prompt = prompt_of(5)
+    num_tokens = 1 + DECODE_AHEAD if ended == "there already" else 40
     with RouterClient(pair.decode.address) as client:
         expected = client.generate(prompt, greedy(num_tokens, logprobs=0), cache_salt="local")
         before = pair.decode.counter("handoff_ahead_tokens"), pair.decode.counter("handoff_recomputes")
@@ -213,8 +218,8 @@ def test_tokens_decoded_ahead_arrive_before_the_kv(ended: str, pair: Pair) -> No
 
         pair.proxy.before_release = hold
         assert result.wait().tokens == expected.tokens
-    assert [each.logprob for each in result.logprobs[0]] == pytest.approx(
-        [each.logprob for each in expected.logprobs[0]], abs=1e-4
+    assert [token.logprob for token in result.logprobs[0]] == pytest.approx(
+        [token.logprob for token in expected.logprobs[0]], abs=1e-4
     )
     assert pair.decode.counter("handoff_ahead_tokens") == before[0] + DECODE_AHEAD
     assert pair.decode.counter("handoff_recomputes") == before[1] + (ended == "refused")

@@ -78,7 +78,8 @@ def test_node_after_a_reload_is_a_node_that_was_started_with_the_checkpoint(
 ) -> None:
     node, fresh = (start(fleet, versions, "decode", name) for name in "ab")
     fleet.wait_ready()
-    before, old = node.describe(), tokens(node)
+    before = node.describe()
+    old = tokens(node)
     assert fresh.describe().weights != before.weights
     assert change("reload", node.address, "--model", "b") == 0
     after = node.describe()
@@ -107,7 +108,8 @@ def test_refused_changes_leave_a_node_as_it_was(
     node = start(fleet, versions, "decode", "a")
     closed = fleet.start_decode(versions / "a", SLOW_STEPS)
     fleet.wait_ready()
-    before, old = node.describe(), tokens(node)
+    before = node.describe()
+    old = tokens(node)
     (versions / "loop").symlink_to(versions / "loop")
     deep = "/".join(["x" * 200] * 15)
     (versions / deep).mkdir(parents=True)
@@ -195,7 +197,8 @@ def test_nodes_exchange_kv_only_with_those_of_their_weights(fleet: Fleet, versio
     prefill = start(fleet, versions, "prefill", "a")
     decode = start(fleet, versions, "decode", "a", "--handoff-min-tokens", "1")
     fleet.wait_ready()
-    name, patch = prefill.describe().node_id, str(write_patch(tmp_path / "patch"))
+    name = prefill.describe().node_id
+    patch = str(write_patch(tmp_path / "patch"))
 
     def connected() -> bool:
         return list(decode.describe().connected_peers) == [name]
@@ -230,7 +233,8 @@ def test_sleeping_node_has_no_engine_and_wakes_as_a_new_node(fleet: Fleet, versi
         expected = tokens(decode, name)
     for node in (prefill, decode):
         assert 0.0 <= reported_share(node) <= 1.0
-        before, handed_off = node.describe(), prefill.counter("leases_released")
+        before = node.describe()
+        handed_off = prefill.counter("leases_released")
         assert change("sleep", node.address, "--when", "abort") == 0
         assert node.describe().state == "asleep"
         assert not psutil.Process(node.pid).children()

@@ -93,7 +93,8 @@ def test_ranks_round_trip(share: KVShare | None) -> None:
 
 def test_kinds_of_kv_cache_round_trip_by_their_tags() -> None:
     """Between nodes, and between the processes of a node."""
-    keys, latents = FullAttentionSpec(1, 576, "bfloat16"), LatentSpec(1, 576, "bfloat16")
+    keys = FullAttentionSpec(1, 576, "bfloat16")
+    latents = LatentSpec(1, 576, "bfloat16")
     assert keys.page_bytes(16) == 2 * latents.page_bytes(16)
     for spec in (keys, latents):
         layout = KVLayout(num_blocks=10, block_size=32, kernel_block_size=16, num_layers=2, spec=spec)

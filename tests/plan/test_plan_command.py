@@ -110,7 +110,8 @@ def test_plan_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "TTFT p99 at most 1 s, ITL p90 at most 40 ms" in text
     assert main([*asked, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    prefill, decode = plan["prefill"]["nodes"], plan["decode"]["nodes"]
+    prefill = plan["prefill"]["nodes"]
+    decode = plan["decode"]["nodes"]
     assert re.search(f"{prefill} prefill and {decode} decode nodes?, {plan['gpus']} GPUs", text)
     assert plan["costs"]["commit"]
     errors = plan["prediction_errors"]

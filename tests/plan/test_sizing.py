@@ -75,7 +75,8 @@ def test_rate_for_gpus_leaves_the_headroom(predictor: Predictor) -> None:
 
 
 def test_large_fleets_are_several_simulated_ones(predictor: Predictor) -> None:
-    small, large = plan_for_gpus(predictor, MOST_SIMULATED), plan_for_gpus(predictor, 100 * MOST_SIMULATED)
+    small = plan_for_gpus(predictor, MOST_SIMULATED)
+    large = plan_for_gpus(predictor, 100 * MOST_SIMULATED)
     assert large.rate == pytest.approx(100 * small.rate)
     assert large.nodes == 100 * small.nodes
     assert large.split.prediction.layout == small.split.prediction.layout
@@ -89,10 +90,8 @@ def test_large_fleets_are_several_simulated_ones(predictor: Predictor) -> None:
 def test_cached_prompts_need_fewer_nodes() -> None:
     cached = partial(workload_of, "4000", "4", 0.9)
     load = PlannedLoad(COSTS, cached(300), Slo(), LoadLimits(requests=300), cached)
-    hit, missed = (
-        predict(load, Layout(decode=1), 30.0),
-        predict(load, Layout(decode=1), 30.0, workload_of("4000", "4", 0.0, 300)),
-    )
+    hit = predict(load, Layout(decode=1), 30.0)
+    missed = predict(load, Layout(decode=1), 30.0, workload_of("4000", "4", 0.0, 300))
     assert not hit.missed
     assert missed.missed == "TTFT p50"
 

@@ -182,7 +182,11 @@ class Codex(Session):
     def _forced(self, tool: str) -> Any:
         if tool == "any":
             return "required"
-        kind = next(each["type"] for each in self.record.request["tools"] if tool in (each.get("name"), each["type"]))
+        kind = next(
+            offered["type"]
+            for offered in self.record.request["tools"]
+            if tool in (offered.get("name"), offered["type"])
+        )
         return {"type": kind} if kind == tool else {"type": kind, "name": tool}
 
     def _answered(self, turn: Turn, answer: Answer) -> list[Fields]:
@@ -223,7 +227,8 @@ class ClaudeCode(Session):
                     texts[event["index"]] += delta["text" if blocks[-1]["type"] == "text" else "partial_json"]
                 case _:
                     assert event == {"type": "content_block_stop", "index": len(blocks) - 1}
-        usage, reason = end["usage"], end["delta"]["stop_reason"]
+        usage = end["usage"]
+        reason = end["delta"]["stop_reason"]
         assert reason in ("end_turn", "tool_use", "max_tokens")
         for block, text in zip(blocks, texts, strict=True):
             if block["type"] == "text":

@@ -45,12 +45,12 @@ class ChoiceAnswer:
             self.logprobs += logprobs["token_logprobs"]
             self.best += [sorted((best or {}).values()) for best in logprobs["top_logprobs"] or ()]
         for position in choice.get("prompt_logprobs") or ():
-            self.best.append(sorted(each["logprob"] for each in (position or {}).values()))
+            self.best.append(sorted(candidate["logprob"] for candidate in (position or {}).values()))
 
     def matches(self, other: ChoiceAnswer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
         mine, theirs = (
-            (each.token_ids, each.text, each.finish_reason, each.stop_reason, each.tokens, each.offsets)
-            for each in (self, other)
+            (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason, answer.tokens, answer.offsets)
+            for answer in (self, other)
         )
         return mine == theirs and self.logprob_error(other) < tolerance
 
@@ -96,7 +96,8 @@ class Answer:
         for choice in event["choices"]:
             self.choices.setdefault(choice["index"], ChoiceAnswer()).add(choice)
         if usage := event.get("usage"):
-            self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            self.prompt_tokens = usage["prompt_tokens"]
+            self.completion_tokens = usage["completion_tokens"]
 
     def matches(self, other: Answer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
         """Return whether all choices and both token counts are equal; log-probabilities within ``tolerance``."""
@@ -107,10 +108,10 @@ class Answer:
         )
 
 
-def first_difference(found: Answer, expected: Answer) -> str:
+def first_difference(answer: Answer, expected: Answer) -> str:
     """Say where two answers that do not match begin to differ."""
     for index, choice in sorted(expected.choices.items()):
-        other = found.choices.get(index, ChoiceAnswer())
+        other = answer.choices.get(index, ChoiceAnswer())
         if choice.token_ids != other.token_ids:
             both = zip(other.token_ids, choice.token_ids, strict=False)
             at = next(
@@ -118,7 +119,7 @@ def first_difference(found: Answer, expected: Answer) -> str:
             )
             tokens = f"{other.token_ids[at : at + 5]} instead of {choice.token_ids[at : at + 5]}"
             return f"choice {index} differs from token {at} of {len(choice.token_ids)} on: {tokens}"
-    return f"{found} instead of {expected}"
+    return f"{answer} instead of {expected}"
 
 
 async def sse_lines(response: httpx.Response) -> AsyncIterator[str]:

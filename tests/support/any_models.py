@@ -133,7 +133,7 @@ def make_any_checkpoint(path: Path, model_type: str, *, seed: int = 0, **overrid
     auto: Any = transformers.AutoModelForCausalLM
     config = small_config(model_type, **overrides)
     with torch.device("meta"):
-        num_parameters = sum(each.numel() for each in auto.from_config(config).parameters())
+        num_parameters = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
     if num_parameters > _LARGEST:
         raise ValueError(f"a small {model_type} has {num_parameters} parameters; set more of its sizes in _SMALL")
     model = auto.from_config(config, attn_implementation="eager")
@@ -164,13 +164,13 @@ def small_config(model_type: str, **overrides: Any) -> Any:
         try:
             return config_of(model_type, **chosen)
         except AttributeError as exc:  # a size that the type computes from others
-            found = re.search("property '(\\w+)'", str(exc))
-            if found is None or found.group(1) not in chosen:
+            match = re.search("property '(\\w+)'", str(exc))
+            if match is None or match.group(1) not in chosen:
                 raise
-            del chosen[found.group(1)]
+            del chosen[match.group(1)]
 
 
 def _known_sizes(usual: Any, more: dict[str, Any]) -> dict[str, Any]:
-    known = usual.to_dict().keys() | getattr(usual, "attribute_map", {}).keys()
-    sizes = {**_SMALL, **(_SMALL_LATENT if "kv_lora_rank" in known else {}), **more}
-    return {name: value for name, value in sizes.items() if name in known and value is not ...}
+    names = usual.to_dict().keys() | getattr(usual, "attribute_map", {}).keys()
+    sizes = {**_SMALL, **(_SMALL_LATENT if "kv_lora_rank" in names else {}), **more}
+    return {name: value for name, value in sizes.items() if name in names and value is not ...}

@@ -220,8 +220,11 @@ class _LatentLayers:
     def __init__(self, backend: AttentionBackend, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         assert isinstance(backend, LatentBackend)
         assert shape.latent is not None
-        self._backend, self._heads, self._latent = backend, shape.heads, shape.latent
-        rank, outputs = shape.latent.kv_lora_rank, shape.latent.qk_nope_head_dim + shape.latent.v_head_dim
+        self._backend = backend
+        self._heads = shape.heads
+        self._latent = shape.latent
+        rank = shape.latent.kv_lora_rank
+        outputs = shape.latent.qk_nope_head_dim + shape.latent.v_head_dim
         generator = torch.Generator().manual_seed(5)
         weight = torch.randn(shape.heads * outputs, rank, generator=generator) * rank**-0.5
         self.weight = weight.bfloat16().to(device, dtype)  # equal in all dtypes
@@ -246,14 +249,15 @@ def reference(inputs: Inputs) -> tuple[list[Tensor], Tensor]:
         return side.run(inputs), side.cache.tensor
 
 
-def fp8_reference(inputs: Inputs, found: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return outputs in float32 over the dequantized cache ``found``, and the cache that should have been stored.
+def fp8_reference(inputs: Inputs, fp8_cache: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return outputs in float32 over the dequantized ``fp8_cache``, and the cache that should have been stored.
 
     The reference keeps its keys and values in float32; quantizing and dequantizing them is explicit here.
     """
     assert inputs.shape.scales is not None
     side = Side("torch", replace(inputs.shape, scales=None), inputs.device, torch.float32, torch.float32)
-    cache, scales = side.cache.tensor, inputs.shape.scales
+    cache = side.cache.tensor
+    scales = inputs.shape.scales
     factors = torch.tensor([scales.k, scales.v], device=inputs.device)[:, None, None]
     cache.copy_(cache.to(torch.float8_e4m3fn).float() * factors)  # as all sides begin
     side.backend.plan(inputs.batch)
@@ -262,7 +266,7 @@ def fp8_reference(inputs: Inputs, found: Tensor) -> tuple[list[Tensor], Tensor]:
         for layer, qkv in enumerate(inputs.qkv)
     ]
     stored = (cache / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
-    cache.copy_(found.float() * factors)
+    cache.copy_(fp8_cache.float() * factors)
     with sdpa_kernel(SDPBackend.MATH) if inputs.device.type == "cuda" else nullcontext():
         return [side.backend.attend(layer, q) for layer, q in enumerate(queries)], stored
 

@@ -14,7 +14,7 @@ def write_identity(directory: Path, ca: trustme.CA, *more: trustme.CA) -> Path:
     """Write a ``--grpc-tls`` directory: a certificate of ``ca``, and trust in ``ca`` and ``more``."""
     directory.mkdir(parents=True, exist_ok=True)
     issued = ca.issue_cert(SERVER_NAME)
-    (directory / "ca.pem").write_bytes(b"".join(each.cert_pem.bytes() for each in (ca, *more)))
+    (directory / "ca.pem").write_bytes(b"".join(trusted.cert_pem.bytes() for trusted in (ca, *more)))
     (directory / "cert.pem").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
     (directory / "key.pem").write_bytes(issued.private_key_pem.bytes())
     return directory

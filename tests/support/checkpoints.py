@@ -252,7 +252,8 @@ def add_mtp(path: Path, family: str, **fields: Any) -> Path:
     other = make_checkpoint(path.parent / f"{path.name}-mtp", family, **fields | layers)
     stored = load_file(other / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
-    hidden, generator = config["hidden_size"], torch.Generator().manual_seed(2)
+    hidden = config["hidden_size"]
+    generator = torch.Generator().manual_seed(2)
     tensors = {
         f"mtp.pre_fc_norm_{name}.weight": 0.2 * torch.randn(hidden, generator=generator)
         for name in ("embedding", "hidden")
@@ -275,7 +276,8 @@ def add_predictor(path: Path, family: str, **fields: Any) -> Path:
     Its result is the hidden state that it takes. So it predicts the token that the model predicts there.
     """
     config = json.loads((path / "config.json").read_text())
-    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last = config["num_hidden_layers"]
+    hidden = config["hidden_size"]
     other = make_checkpoint(path / "other", family, seed=1, **fields | {"num_hidden_layers": last + 1})
     prefix = f"model.layers.{last}."
     tensors = {f"{prefix}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}

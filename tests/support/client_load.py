@@ -108,7 +108,8 @@ class Load:
     async def _run_client(self, client: httpx.AsyncClient, rng: random.Random, is_over: Callable[[], bool]) -> None:
         while not is_over():
             await asyncio.sleep(rng.uniform(0, 2 * self.think))
-            index, disconnects = rng.randrange(len(self.bodies)), rng.random() < DISCONNECT_SHARE
+            index = rng.randrange(len(self.bodies))
+            disconnects = rng.random() < DISCONNECT_SHARE
             salt = str(rng.getrandbits(60))
             body = {**self.bodies[index], "cache_salt": salt}  # avoids the prefix cache
             disconnect_after = rng.randint(1, 20) if disconnects and body["stream"] else float("inf")

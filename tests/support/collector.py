@@ -54,8 +54,8 @@ class Span:
         return self.raw.status.code == otlp.Status.STATUS_CODE_ERROR
 
     def child(self, name: str) -> Span:
-        (found,) = (child for child in self.children if child.name == name)
-        return found
+        (span,) = (child for child in self.children if child.name == name)
+        return span
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Collector:
 
 
 def _values(attributes: Any) -> dict[str, Any]:
-    return {each.key: _value(each) for each in attributes}
+    return {attribute.key: _value(attribute) for attribute in attributes}
 
 
 def _value(attribute: KeyValue) -> Any:

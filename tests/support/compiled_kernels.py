@@ -134,8 +134,8 @@ def main() -> None:
     for name in sys.argv[1:]:
         kind, _, variant = name.partition(":")
         sass = code_of(kind, variant)
-        found = [f"{hit.write.text} after {hit.product.text}" for hit in find_overwritten(sass)]
-        results = {"kernel": name, "products": count_register_products(sass), "overwritten": found}
+        overwritten = [f"{hit.write.text} after {hit.product.text}" for hit in find_overwritten(sass)]
+        results = {"kernel": name, "products": count_register_products(sass), "overwritten": overwritten}
         print(json.dumps({**results, "spilled": count_spills(sass)}), flush=True)
 
 

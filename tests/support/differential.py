@@ -26,7 +26,8 @@ from pdserve.sampling_params import SamplingParams
 
 EQUAL = "equal"
 
-_ATOL, _RTOL = 2e-4, 1e-4  # tolerances of log-probabilities
+_ATOL = 2e-4  # absolute tolerance of log-probabilities
+_RTOL = 1e-4  # relative tolerance
 
 
 class LibraryError(Exception):

@@ -25,7 +25,8 @@ from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 SIMULATED = ("--engine", "simulated")
 PREFILL = (*SIMULATED, "--max-num-seqs", "1", "--max-batch-tokens", "64", "--sim-costs", "step=0.02,prompt-token=0")
 DECODE = (*SIMULATED, "--max-num-seqs", "4")
-SHORT, LONG = 20, 5000  # tokens: prefilled on D, handed off
+SHORT = 20  # tokens of a prompt that D prefills
+LONG = 5000  # tokens of a prompt that is handed off
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class DisconnectFleet:
         """Hold a request at a stage; call the yielded function to disconnect its client."""
         clients: list[socket.socket] = []
         try:
-            for each in (*stage.others, stage):
-                clients.append(self._send(each))
-                self.wait_until(each.reached)
+            for target in (*stage.others, stage):
+                clients.append(self._send(target))
+                self.wait_until(target.reached)
             yield clients[-1].close
         finally:
             for client in clients:

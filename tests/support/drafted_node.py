@@ -44,12 +44,15 @@ class Oracle:
 
     def __init__(self, texts: Sequence[Sequence[int]], wrong: float, vocab_size: int, seed: int = 0) -> None:
         self._texts = [array("I", text) for text in texts]
-        self._wrong, self._vocab_size, self._random = wrong, vocab_size, random.Random(seed)
+        self._wrong = wrong
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
         self.proposed: list[list[int]] = []  # texts with the drafts
 
     def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
-        rng, known = self._random, len(token_ids)
-        likely = [text[known : known + most] for text in self._texts if text[:known] == token_ids] or [array("I")]
+        rng = self._random
+        length = len(token_ids)
+        likely = [text[length : length + most] for text in self._texts if text[:length] == token_ids] or [array("I")]
         drafts = list(rng.choice(likely))
         drafts += [rng.randrange(self._vocab_size) for _ in range(rng.randint(0, most - len(drafts)))]
         drafts = [rng.randrange(self._vocab_size) if rng.random() < self._wrong else draft for draft in drafts]

@@ -21,7 +21,8 @@ from training.checkpoint import WEIGHTS, write_json
 
 STEPS = 160  # batches of four rows of 320 tokens
 _SEED = 11
-_RATE, _WARM_UP = 3e-3, 20  # Adam's learning rate, warm-up steps
+_RATE = 3e-3  # Adam's learning rate
+_WARM_UP = 20  # steps
 _COUNTED = 8  # batches, whose most frequent tokens the head can draft
 
 _SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -64,9 +65,9 @@ class PlainTarget:
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Sequence[Tensor]:
         """Return the hidden states [rows, length, hidden_size] of tokens before each layer, and behind the last."""
-        found = self._model.model(tokens, output_hidden_states=True).hidden_states[:-1]  # the last one is normed
+        hidden = self._model.model(tokens, output_hidden_states=True).hidden_states[:-1]  # the last one is normed
         assert self._behind_last is not None
-        return [*found, self._behind_last]
+        return [*hidden, self._behind_last]
 
     def _keep(self, layer: Any, inputs: Any, output: Any) -> None:
         self._behind_last = output[0] if isinstance(output, tuple) else output
@@ -77,7 +78,9 @@ class PlainEagle3:
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], target: PlainTarget) -> None:
         """``weights`` have their names in the checkpoint. ``config`` names the layers as SGLang does."""
-        self.config, self.weights, self._target = config, weights, target
+        self.config = config
+        self.weights = weights
+        self._target = target
         self._behind = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         head_dim = config["head_dim"]
         self._frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -101,11 +104,13 @@ class PlainEagle3:
     def result(self, next_tokens: Tensor, hidden: Tensor) -> Tensor:
         """Return its hidden states at the tokens of ``hidden`` [rows, length …], whose next ones are given."""
         embedded = F.embedding(next_tokens, self.weights.get("embed_tokens.weight", self._target.embedding))
-        w, normed = self.weights, self._norm("midlayer.hidden_norm", hidden)
+        w = self.weights
+        normed = self._norm("midlayer.hidden_norm", hidden)
         x = torch.cat((self._norm("midlayer.input_layernorm", embedded), normed), dim=-1)
-        q, k, v = (self._heads(self._linear(f"midlayer.self_attn.{each}_proj", x)) for each in "qkv")
-        q, k = self._rotated(q), self._rotated(k)
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        q, k, v = (self._heads(self._linear(f"midlayer.self_attn.{part}_proj", x)) for part in "qkv")
+        q = self._rotated(q)
+        k = self._rotated(k)
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         residual = normed if self.config.get("norm_before_residual") else hidden
         x = residual + self._linear("midlayer.self_attn.o_proj", attended)
@@ -134,7 +139,8 @@ class PlainEagle3:
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return ``count`` drafts behind at least two tokens."""
         row = torch.tensor([list(tokens)])
-        next_tokens, hidden = row[:, 1:], self.combined(row)[:, :-1]
+        next_tokens = row[:, 1:]
+        hidden = self.combined(row)[:, :-1]
         drafts: list[int] = []
         while True:
             last = self.result(next_tokens, hidden)[:, -1:]
@@ -157,7 +163,8 @@ class PlainEagle3:
 
     def _rotated(self, x: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float32), self._frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -165,7 +172,9 @@ class PlainEagle3:
 def random_weights(config: dict[str, Any], target_size: int, seed: int = _SEED) -> dict[str, Tensor]:
     """Return weights to begin with, of all that ``config`` names, for a model with hidden states of ``target_size``."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, drafted = config["hidden_size"], config["intermediate_size"], config["draft_vocab_size"]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    drafted = config["draft_vocab_size"]
     queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     number = len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
     shapes = {
@@ -212,7 +221,8 @@ def write_head(out: Path, config: dict[str, Any], weights: dict[str, Tensor]) ->
 def train(out: Path, steps: int, rows: int = 4, length: int = 320, target: Path = EMBEDDED_MODEL) -> None:
     """Train on ``steps`` batches of rows, and write the head. It learns first drafts; further ones are less right."""
     torch.manual_seed(_SEED)
-    source, config = Generator(target / "tokenizer.json", _SEED), head_config(target)
+    source = Generator(target / "tokenizer.json", _SEED)
+    config = head_config(target)
 
     def batch() -> Tensor:
         return torch.from_numpy(source.batch([(rows, length)]).tokens.astype(np.int64)).view(rows, length)

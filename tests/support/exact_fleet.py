@@ -14,7 +14,9 @@ from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 
 from pdserve.config.runner_oracle import VARIABLE
 
-BLOCK, STEP, OUTPUT = 4, 48, 24  # tokens of a block, a step and an answer
+BLOCK = 4  # tokens
+STEP = 48  # tokens
+OUTPUT = 24  # tokens of an answer
 FLAGS: tuple[str, ...] = ("--block-size", str(BLOCK), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
 FLAGS += ("--max-model-len", "400", "--threads", "1", "--kv-checksum", "on")
 ALWAYS = ("--speculate-when", "always")
@@ -52,9 +54,11 @@ class Served:
         self, model: Model, path: Path, prefill: Sequence[str] = ("1",), decode: Sequence[str] = ("1",), *,
         flags: Sequence[str] = (), decode_flags: Sequence[str] = (), runner: str = "V1", device: str = "cpu",
     ) -> None:  # fmt: skip
-        directory, environ = model.make(path), RUNNER_ENVIRONMENTS[runner]
+        directory = model.make(path)
+        environ = RUNNER_ENVIRONMENTS[runner]
         if device != "cpu":
-            environ, flags = {VARIABLE: environ[VARIABLE]}, (*flags, "--device", device)
+            environ = {VARIABLE: environ[VARIABLE]}
+            flags = (*flags, "--device", device)
         self.reference = reference_model(directory)
         self.fleet = Fleet()
         for kinds in prefill:
@@ -77,8 +81,8 @@ class Served:
     def check(self, prompts: Sequence[list[int]], output: int = OUTPUT) -> None:
         """Send prompts at once."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            found = list(pool.map(lambda prompt: self.fleet.complete(prompt, output), prompts))
-        for prompt, tokens in zip(prompts, found, strict=True):
+            answers = list(pool.map(lambda prompt: self.fleet.complete(prompt, output), prompts))
+        for prompt, tokens in zip(prompts, answers, strict=True):
             assert tokens == self.reference_of(prompt, output, tokens), f"a prompt of {len(prompt)} tokens"
 
     def wait_idle(self) -> None:
@@ -89,7 +93,8 @@ class Served:
 
 def check_unequal_pages(model: Model, path: Path, prefill: str, decode: str) -> None:
     """Hand a prompt off from a node with pages of 2 tokens to one with pages of 8."""
-    directory, prompt = model.make(path), random_prompt(1, 101)
+    directory = model.make(path)
+    prompt = random_prompt(1, 101)
     of_2, of_8 = (("--block-size", "8", "--kernel-block-size", page) for page in "28")
     with Fleet() as fleet:
         fleet.start_prefill(directory, (*FLAGS, *of_2, *_flags_of(prefill, directory)))
@@ -120,7 +125,8 @@ def _flags_of(kinds: str, directory: Path) -> list[str]:
 
 def check_turns_of_an_agent(served: Served, turns: int) -> None:
     """Turns with tool results, branches and retries over one prefix, on two nodes of each role; a decode node dies."""
-    rng, conversation = random.Random(3), random_prompt(1, 40)
+    rng = random.Random(3)
+    conversation = random_prompt(1, 40)
     for turn in range(turns):
         prompt = [*conversation, *random_prompt(turn, rng.randrange(1, 9))]
         served.check([prompt] * (1 + turn % 2), output=6)  # and a retry at once

@@ -72,18 +72,20 @@ class Listening(Protocol):
 def metrics_url(process: Listening) -> str:
     """Return the metrics URL of a process with ``--metrics-port 0``: it listens on two ports."""
     listening = [
-        each.laddr for each in psutil.Process(process.pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN
+        connection.laddr
+        for connection in psutil.Process(process.pid).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
     ]
-    (port,) = {each.port for each in listening} - {int(process.address.rpartition(":")[2])}
+    (port,) = {address.port for address in listening} - {int(process.address.rpartition(":")[2])}
     return f"http://127.0.0.1:{port}/metrics"
 
 
 def value(families: Iterable[Metric], name: str, **labels: str) -> float:
     """Return the value of the only series with this name and at least these labels."""
-    (found,) = [
+    (sample,) = [
         sample for sample in samples(families) if sample.name == name and labels.items() <= sample.labels.items()
     ]
-    return float(found.value)
+    return float(sample.value)
 
 
 def samples(families: Iterable[Metric]) -> Iterable[Sample]:

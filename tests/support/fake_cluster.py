@@ -87,8 +87,8 @@ class FakeCluster:
             await send({"type": "http.response.body", "body": b""})
             return
         items = [item for item in self._slices.values() if _selects(query.get("labelSelector", ""), item)]
-        found = {"metadata": {"resourceVersion": str(self._version)}, "items": items}
-        await send({"type": "http.response.body", "body": json.dumps(found).encode()})
+        listing = {"metadata": {"resourceVersion": str(self._version)}, "items": items}
+        await send({"type": "http.response.body", "body": json.dumps(listing).encode()})
 
     async def _watch(self, version: int, selector: str, send: Send) -> None:
         async def send_event(event: dict[str, Any]) -> None:

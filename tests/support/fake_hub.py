@@ -66,7 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        api, repository = f"/api/models/{self.hub.name}", f"/{self.hub.name}/resolve/"
+        api = f"/api/models/{self.hub.name}"
+        repository = f"/{self.hub.name}/resolve/"
         if path.startswith(f"{api}/tree/"):
             self._json(self.hub.entries())
         elif path == api or path.startswith(f"{api}/revision/"):
@@ -83,10 +84,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, name: str) -> None:
         path = self.hub.files[name]
         size = path.stat().st_size
-        begin, end, status = 0, size, 200
+        begin = 0
+        end = size
+        status = 200
         if ranges := self.headers.get("Range"):
             first, _, last = ranges.removeprefix("bytes=").partition("-")
-            begin, end, status = int(first), min(size, int(last or size - 1) + 1), 206
+            begin = int(first)
+            end = min(size, int(last or size - 1) + 1)
+            status = 206
         with path.open("rb") as file:
             file.seek(begin)
             data = file.read(end - begin)

@@ -177,11 +177,12 @@ class _Relay:
         except Lost:
             pass
         else:
-            for each in self._proxy.alter_request(request):
-                self._to_p.put(each)
+            for altered in self._proxy.alter_request(request):
+                self._to_p.put(altered)
 
     def _forward_event(self, event: pb.PrefillEvent) -> None:
-        kind, number = event.WhichOneof("kind") or "", event.request
+        kind = event.WhichOneof("kind") or ""
+        number = event.request
         if kind not in ANNOUNCED:
             self._send(event)
             return

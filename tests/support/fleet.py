@@ -124,9 +124,11 @@ class NodeCalls(ABC):
 
     def counter(self, name: str) -> float:
         """Return the sum over all labels of the counter ``pdserve_{name}_total`` in the node's status."""
-        found = [value for key, value in self.status().counters.items() if key.split("{")[0] == f"pdserve_{name}_total"]
-        assert found, f"{self.name} has no counter {name}"
-        return sum(found)
+        values = [
+            value for key, value in self.status().counters.items() if key.split("{")[0] == f"pdserve_{name}_total"
+        ]
+        assert values, f"{self.name} has no counter {name}"
+        return sum(values)
 
     def wait_idle(self, seconds: float = 10.0) -> pb.NodeStatus:
         """Wait until no block is held, leased or quarantined. Check each time that the blocks add up to the total."""
@@ -185,7 +187,7 @@ class NodeProcess(Process, NodeCalls):
         """Return the processes of a part; ranks in the order of their start."""
         frontend = psutil.Process(self.pid)
         engine: list[psutil.Process] = frontend.children()
-        others: list[psutil.Process] = [child for each in engine for child in each.children()]
+        others: list[psutil.Process] = [child for process in engine for child in process.children()]
         others.sort(key=lambda process: (process.create_time(), process.pid))  # ranks start in their order
         match part:
             case "node":
@@ -264,8 +266,10 @@ class Fleet:
         peers: bool = True,
     ) -> NodeProcess:
         """Start a decode node and wait until it listens; with ``peers``, all prefill nodes so far are its peers."""
-        known = [word for node in self.prefill for word in ("--prefill", node.address)] if peers else []
-        return self._start_node(self.decode, "decode", [str(model_dir), *self._node_flags, *known, *flags], environ)
+        prefill_flags = [word for node in self.prefill for word in ("--prefill", node.address)] if peers else []
+        return self._start_node(
+            self.decode, "decode", [str(model_dir), *self._node_flags, *prefill_flags, *flags], environ
+        )
 
     def start_both(
         self,

@@ -18,7 +18,9 @@ def poisson(
     rate: float, seconds: float, prompt: float, output: float, seed: int = 1, start: float = 0.0, sigma: float = 0.8
 ) -> list[Job]:
     """Return Poisson arrivals with lognormal lengths of these means, at most 12,000 and 1,000 tokens."""
-    rng, at, jobs = random.Random(seed), start, list[Job]()
+    rng = random.Random(seed)
+    at = start
+    jobs = list[Job]()
 
     def length(mean: float, most: int) -> int:
         return min(most, max(16, int(rng.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))

@@ -18,7 +18,7 @@ def _look_ahead_alternatives(size: int) -> Schema:
 
 def _look_aheads(size: int) -> Schema:
     patterns = [f"^(?!x{i})" + "(?:a?b|b?a)" * min(size // 200, 90) + "$" for i in range(16)]
-    return {"properties": {f"p{i}": {"type": "string", "pattern": each} for i, each in enumerate(patterns)}}
+    return {"properties": {f"p{i}": {"type": "string", "pattern": pattern} for i, pattern in enumerate(patterns)}}
 
 
 def _nested_look_ahead(size: int) -> Schema:
@@ -72,8 +72,8 @@ def _arrangements(size: int) -> Schema:
 def _property_names(size: int) -> Schema:
     """A long schema for each of many names."""
     names = {"enum": [f"name{i}" for i in range(size // 30)]}
-    each = {"propertyNames": {"$ref": "#/$defs/n"}, "additionalProperties": {"enum": ["x" * (size // 3)]}}
-    return {"properties": {"a": each, "b": {**each}}, "$defs": {"n": names}}
+    schema = {"propertyNames": {"$ref": "#/$defs/n"}, "additionalProperties": {"enum": ["x" * (size // 3)]}}
+    return {"properties": {"a": schema, "b": {**schema}}, "$defs": {"n": names}}
 
 
 def _patterns_of_names(size: int) -> Schema:
@@ -170,7 +170,10 @@ SCHEMAS: dict[str, Callable[[int], Schema]] = {
     "own reference": _own_reference,
 }
 
-COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "a"}
 Fields = dict[str, Any]
 
@@ -323,7 +326,7 @@ def _responses(size: int) -> Iterator[tuple[str, Fields]]:
     yield "empty items", {"input": [USER, *[{"type": "reasoning", "summary": []}] * (size // 40)]}
     yield "references", {"input": [USER, *[{"type": "item_reference", "id": "msg_a"}] * (size // 50)]}
     yield "provider's items", {"input": [USER, *[{"type": "web_search_call", "action": {"a": {}}}] * (size // 55)]}
-    inner = [{"type": "function", **each["function"]} for each in _many_tools(size)]
+    inner = [{"type": "function", **tool["function"]} for tool in _many_tools(size)]
     yield "namespaces", {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": inner}]}
     for name, make_schema in SCHEMAS.items():
         schema = make_schema(size)

@@ -89,7 +89,8 @@ class HostileStreams:
                     self.failures += [f"{node.name} obeyed a hostile stream: {event}" for event in bad]
                 end = "OK"
             except grpc.RpcError as exc:
-                end, details = "down" if exc.code() in DOWN else exc.code().name, exc.details() or ""
+                end = "down" if exc.code() in DOWN else exc.code().name
+                details = exc.details() or ""
         self.ends[f"{kind}: {end}"] += 1
         if end not in ("down", "OK" if len(messages) > 1 else "INVALID_ARGUMENT"):
             self.failures.append(f"{node.name} ended a hostile stream with {end}: {details}")

@@ -111,7 +111,8 @@ class CacheCopy:
         if medium != "GPU":
             self.tiers[medium] |= keys
         assert len(token_ids) == block_size * len(block_hashes)
-        salt, prefix = "", cast("tuple[int, ...] | None", ())
+        salt = ""
+        prefix = cast("tuple[int, ...] | None", ())
         if parent_block_hash is not None:
             salt, prefix = self._prefixes.get(parent_block_hash, ("", None))
         elif extra_keys is not None:
@@ -122,27 +123,27 @@ class CacheCopy:
             if prefix is not None:
                 prefix = (*prefix, *token_ids[index * block_size : (index + 1) * block_size])
             self._prefixes[number] = salt, prefix
-            known = KnownBlock(salt, prefix, kv_cache_spec_kind, kv_cache_spec_sliding_window)
+            block = KnownBlock(salt, prefix, kv_cache_spec_kind, kv_cache_spec_sliding_window)
             if medium == "GPU":
-                self.blocks[group_idx, number] = known
+                self.blocks[group_idx, number] = block
 
     @property
     def num_unreachable(self) -> int:
         """Number of blocks that follow an unknown block."""
-        return sum(known.prefix is None for known in self.blocks.values())
+        return sum(block.prefix is None for block in self.blocks.values())
 
     def hashes_of_tokens(self, block_size: int) -> set[tuple[int, bytes]]:
         """Return group and block hash of every other block, computed from its tokens."""
         blocks = self.blocks.items()
         return {
-            (group, _hash(known.salt, known.prefix, block_size))
-            for (group, _), known in blocks
-            if known.prefix is not None
+            (group, _hash(block.salt, block.prefix, block_size))
+            for (group, _), block in blocks
+            if block.prefix is not None
         }
 
     def groups_with(self, tokens: Sequence[int]) -> set[int]:
         """Return the groups that have the block at the end of these tokens, without salt."""
-        return {group for (group, _), known in self.blocks.items() if (known.salt, known.prefix) == ("", tuple(tokens))}
+        return {group for (group, _), block in self.blocks.items() if (block.salt, block.prefix) == ("", tuple(tokens))}
 
 
 def _hash(salt: str, prefix: tuple[int, ...], block_size: int) -> bytes:

@@ -27,8 +27,8 @@ def value_field(field: Any) -> FieldDescriptor:
     """Return the field itself, or for a map the field of its values. There are two classes of descriptors."""
     kind = field.message_type
     is_map = kind is not None and kind.GetOptions().map_entry
-    found: FieldDescriptor = kind.fields_by_name["value"] if is_map else field
-    return found
+    value: FieldDescriptor = kind.fields_by_name["value"] if is_map else field
+    return value
 
 
 def is_number(field: Any) -> bool:
@@ -37,7 +37,8 @@ def is_number(field: Any) -> bool:
 
 
 def wrong_numbers(field: FieldDescriptor) -> list[float]:
-    kind, seed = value_field(field).cpp_type, random.Random(field.full_name)
+    kind = value_field(field).cpp_type
+    seed = random.Random(field.full_name)
     if kind in _INTEGERS:
         low, high = _INTEGERS[kind]
         return [*dict.fromkeys([0, max(-1, low), low, high, 1, seed.randint(low, high)])]
@@ -56,10 +57,10 @@ class Lie(NamedTuple):
 
     def told(self, message: Message) -> bool:
         """Set the value, in each entry of a list. Return False if the message has no such field: an absent message."""
-        found = self._inside(message)
-        for each in found:
-            self._set(each)
-        return bool(found)
+        holders = self._inside(message)
+        for holder in holders:
+            self._set(holder)
+        return bool(holders)
 
     def add_to(self, message: Message) -> None:
         """Set the value, in messages that are added where they are absent."""
@@ -67,26 +68,26 @@ class Lie(NamedTuple):
 
     def around(self, message: Message) -> list[Message]:
         """Return the messages around the field, from the message itself to the innermost; add absent ones."""
-        found: list[Any] = [message]
+        messages: list[Any] = [message]
         for name in self.path[:-1]:
-            inner = getattr(found[-1], name)
+            inner = getattr(messages[-1], name)
             if not isinstance(inner, Message):
                 inner = inner[0] if len(inner) else inner.add()
             inner.SetInParent()
-            found.append(inner)
-        return found
+            messages.append(inner)
+        return messages
 
     def _inside(self, message: Any) -> list[Any]:
-        found = [message]
+        messages = [message]
         for name in self.path[:-1]:
             inner = []
-            for each in found:
-                if each.DESCRIPTOR.fields_by_name[name].is_repeated:
-                    inner += getattr(each, name)
-                elif each.HasField(name):
-                    inner.append(getattr(each, name))
-            found = inner
-        return found
+            for outer in messages:
+                if outer.DESCRIPTOR.fields_by_name[name].is_repeated:
+                    inner += getattr(outer, name)
+                elif outer.HasField(name):
+                    inner.append(getattr(outer, name))
+            messages = inner
+        return messages
 
     def _set(self, message: Any) -> None:
         name = self.path[-1]
@@ -99,8 +100,8 @@ class Lie(NamedTuple):
         else:
             entries = getattr(message, name)
             key = field.message_type.fields_by_name["key"]
-            for each in list(entries) or [1 if key.cpp_type in _INTEGERS else "x"]:
-                entries[each] = self.value
+            for entry in list(entries) or [1 if key.cpp_type in _INTEGERS else "x"]:
+                entries[entry] = self.value
 
 
 def lies(descriptor: Descriptor) -> list[Lie]:

@@ -16,7 +16,8 @@ from pdserve.errors import PdserveError
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-table.md"
 
-EXACT, NOT_BUILT = "exact", "not built"
+EXACT = "exact"
+NOT_BUILT = "not built"
 
 #: Errors of refused types, and the reasons that the page gives.
 _REASONS = (
@@ -68,14 +69,18 @@ def as_page(outcomes: Mapping[str, str]) -> str:
     groups = defaultdict[str, list[str]](list)
     for model_type, outcome in outcomes.items():
         groups[outcome].append(model_type)
-    exact, not_built = groups.pop(EXACT), groups.pop(NOT_BUILT, [])
+    exact = groups.pop(EXACT)
+    not_built = groups.pop(NOT_BUILT, [])
     sizes = {"total": len(outcomes), "exact": len(exact), "not_built": len(not_built)}
     refused = len(outcomes) - len(exact) - len(not_built)
-    rows = [("exact", [each for each in exact if each not in CONDITIONS])]
+    rows = [("exact", [model_type for model_type in exact if model_type not in CONDITIONS])]
     for condition in {str(fields): fields for fields in CONDITIONS.values()}.values():
         fields = ", ".join(f"`{name}` {_words(value)}" for name, value in condition.items())
         rows.append(
-            (f"exact with {fields}; else refused", [each for each in exact if CONDITIONS.get(each) == condition])
+            (
+                f"exact with {fields}; else refused",
+                [model_type for model_type in exact if CONDITIONS.get(model_type) == condition],
+            )
         )
     rows += [(f"refused: {reason}", types) for reason, types in sorted(groups.items(), key=lambda item: -len(item[1]))]
     rows.append(("no small config", not_built))
@@ -91,7 +96,7 @@ def as_page(outcomes: Mapping[str, str]) -> str:
 def types_of(page: str) -> list[str]:
     """Return all types that a page lists."""
     rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ")][1:]
-    return [each.strip() for row in rows for each in row.split(",")]
+    return [model_type.strip() for row in rows for model_type in row.split(",")]
 
 
 def _outcome(model_type: str, directory: Path, check: Callable[[Path], None]) -> str:
@@ -104,7 +109,7 @@ def _outcome(model_type: str, directory: Path, check: Callable[[Path], None]) ->
         check(directory)
     except PdserveError as exc:
         error = str(exc)
-        return next(found.expand(reason) for pattern, reason in _REASONS if (found := re.search(pattern, error)))
+        return next(match.expand(reason) for pattern, reason in _REASONS if (match := re.search(pattern, error)))
     return EXACT
 
 

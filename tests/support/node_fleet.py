@@ -18,7 +18,8 @@ from pathlib import Path
 from fault_proxy import FaultProxy
 from fleet import Fleet, NodeProcess
 
-LEASE_SECONDS, LEASE_GUARD = 0.6, 0.2
+LEASE_SECONDS = 0.6
+LEASE_GUARD = 0.2
 FLAGS = ("--block-size", "8", "--kv-cache-memory", "1MiB", "--max-model-len", "512", "--max-waiting", "8")
 
 
@@ -73,7 +74,7 @@ def start_nodes(checkpoint: Path) -> Iterator[Nodes]:
         leases = ("--lease-seconds", str(LEASE_SECONDS), "--lease-guard", str(LEASE_GUARD))
         proxy.target = prefills.start_prefill(checkpoint, FLAGS).address
         short.target = prefills.start_prefill(checkpoint, [*FLAGS, *leases]).address
-        peers = [word for each in (proxy, short) for word in ("--prefill", each.address)]
+        peers = [word for node in (proxy, short) for word in ("--prefill", node.address)]
         decodes.start_decode(checkpoint, [*FLAGS, *peers])
         peers = ["--prefill", proxy.address, "--prefill", prefills.prefill[1].address]
         decodes.start_decode(checkpoint, [*FLAGS, *peers, "--kv-failure-policy", "fail"])

@@ -55,7 +55,7 @@ def build_with(folder: Path, overlay: str, *components: str) -> list[Manifest]:
 
 
 def of_kind(overlay: str, kind: str) -> list[Manifest]:
-    return [each for each in build(overlay) if each["kind"] == kind]
+    return [manifest for manifest in build(overlay) if manifest["kind"] == kind]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Pod:
     def arguments_in(self, environment: dict[str, str]) -> list[str]:
         """Return the container's arguments; like Kubernetes, leave $(NAME) as it is if NAME is not set."""
         return [
-            re.sub(r"\$\((\w+)\)", lambda found: environment.get(found[1], found[0]), word)
+            re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), word)
             for word in self.container["args"]
         ]
 
@@ -127,13 +127,14 @@ class Pod:
 
 
 def pods(overlay: str) -> Iterator[Pod]:
-    for each in build(overlay):
-        name, spec = each["metadata"]["name"], each.get("spec") or {}
-        if each["kind"] in ("Deployment", "StatefulSet"):
+    for manifest in build(overlay):
+        name = manifest["metadata"]["name"]
+        spec = manifest.get("spec") or {}
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
             template = spec["template"]
             replicas = spec["replicas"] if "replicas" in spec else _most_replicas(overlay, name)
             yield _pod(name, replicas, template)
-        elif each["kind"] == "LeaderWorkerSet":
+        elif manifest["kind"] == "LeaderWorkerSet":
             group = spec["leaderWorkerTemplate"]
             yield _pod(name, spec["replicas"], group["leaderTemplate"])
             yield _pod(name, spec["replicas"] * (group["size"] - 1), group["workerTemplate"])
@@ -145,19 +146,21 @@ def _pod(name: str, replicas: int, template: Manifest) -> Pod:
 
 def _most_replicas(overlay: str, name: str) -> int:
     """Return the maximum replicas of an autoscaled workload."""
-    scaled = [each["spec"] for each in of_kind(overlay, "ScaledObject")]
-    (most,) = [int(each["maxReplicaCount"]) for each in scaled if each["scaleTargetRef"]["name"] == name]
+    scaled = [manifest["spec"] for manifest in of_kind(overlay, "ScaledObject")]
+    (most,) = [int(spec["maxReplicaCount"]) for spec in scaled if spec["scaleTargetRef"]["name"] == name]
     return most
 
 
 def headless_services(overlay: str, pod: Pod) -> list[str]:
     """Return the headless Services that select the pod."""
-    services = [each for each in of_kind(overlay, "Service") if each["spec"].get("clusterIP") == "None"]
-    return [each["metadata"]["name"] for each in services if each["spec"]["selector"].items() <= pod.labels.items()]
+    services = [manifest for manifest in of_kind(overlay, "Service") if manifest["spec"].get("clusterIP") == "None"]
+    return [
+        service["metadata"]["name"] for service in services if service["spec"]["selector"].items() <= pod.labels.items()
+    ]
 
 
 def selects(selector: Manifest, labels: dict[str, str]) -> bool:
     """Return whether a label selector matches; an empty one matches everything."""
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
-        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", ())
+        labels.get(expression["key"]) in expression["values"] for expression in selector.get("matchExpressions", ())
     )

@@ -41,13 +41,13 @@ def _ports(overlay: str, direction: str, mine: Endpoint, other: Endpoint) -> set
     """Return the ports that the policies of one endpoint allow in one direction."""
     if mine.namespace != NAMESPACE:
         return {EVERY}
-    specs = [each["spec"] for each in of_kind(overlay, "NetworkPolicy")]
-    found = [
+    specs = [policy["spec"] for policy in of_kind(overlay, "NetworkPolicy")]
+    applying = [
         spec for spec in specs if direction.title() in spec["policyTypes"] and selects(spec["podSelector"], mine.labels)
     ]
-    if not found:
+    if not applying:
         return {EVERY}
-    return {ports for spec in found for rule in spec.get(direction, ()) for ports in _ports_of_rule(rule, other)}
+    return {ports for spec in applying for rule in spec.get(direction, ()) for ports in _ports_of_rule(rule, other)}
 
 
 def _ports_of_rule(rule: Manifest, other: Endpoint) -> Iterator[range]:

@@ -21,7 +21,8 @@ from training.checkpoint import WEIGHTS, copy_settings, write_json
 
 _SEED = 7
 _LAYER = "model.mtp_layers.0."
-_RATE, _WARM_UP = 4e-3, 20  # Adam's learning rate, warm-up steps
+_RATE = 4e-3  # Adam's learning rate
+_WARM_UP = 20  # steps
 _PREDICTOR_LOSS = 0.5  # weight of the loss of the predictor
 
 CONFIG: dict[str, Any] = {
@@ -53,7 +54,8 @@ class PlainMiMo:
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
         """``weights`` have their names in the checkpoint."""
-        self.config, self.weights = config, weights
+        self.config = config
+        self.weights = weights
         self._head_dim: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
         self._frequencies = theta ** (-torch.arange(0, self._head_dim, 2, dtype=torch.float32) / self._head_dim)
@@ -94,7 +96,8 @@ class PlainMiMo:
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
         """Return ``count`` drafts behind at least two tokens."""
         row = torch.tensor([list(tokens)])
-        next_tokens, hidden = row[:, 1:], self.hidden(row)[:, :-1]
+        next_tokens = row[:, 1:]
+        hidden = self.hidden(row)[:, :-1]
         drafts: list[int] = []
         while True:
             last = self.predicted(next_tokens, hidden)[:, -1:]
@@ -109,11 +112,13 @@ class PlainMiMo:
         return x * torch.rsqrt(variance + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
 
     def _layer(self, prefix: str, x: Tensor) -> Tensor:
-        w, normed = self.weights, self._norm(f"{prefix}input_layernorm", x)
+        w = self.weights
+        normed = self._norm(f"{prefix}input_layernorm", x)
         q, k, v = (self._heads(F.linear(normed, w[f"{name}.weight"], w[f"{name}.bias"])) for name in
-                   (f"{prefix}self_attn.{each}_proj" for each in "qkv"))  # fmt: skip
-        q, k = self._rotated(q), self._rotated(k)
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+                   (f"{prefix}self_attn.{part}_proj" for part in "qkv"))  # fmt: skip
+        q = self._rotated(q)
+        k = self._rotated(k)
+        k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + attended @ w[f"{prefix}self_attn.o_proj.weight"].T
         normed = self._norm(f"{prefix}post_attention_layernorm", x)
@@ -126,7 +131,8 @@ class PlainMiMo:
 
     def _rotated(self, x: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float32), self._frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -153,7 +159,8 @@ def plain_acceptance(model: FirstDrafts, prompt: Sequence[int], output: Sequence
 def random_weights(config: dict[str, Any], seed: int = _SEED) -> dict[str, Tensor]:
     """Return weights to begin with: a small embedding, and layers that add little."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
     queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     weights = {"model.embed_tokens.weight": 0.05 * torch.randn(config["vocab_size"], hidden, generator=generator)}
 
@@ -171,7 +178,7 @@ def random_weights(config: dict[str, Any], seed: int = _SEED) -> dict[str, Tenso
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{layer}{name}.weight"] = torch.ones(hidden)
     matrix(f"{_LAYER}input_proj", hidden, 2 * hidden)
-    for name in ("model.norm", *(f"{_LAYER}{each}_layernorm" for each in ("token", "hidden", "final"))):
+    for name in ("model.norm", *(f"{_LAYER}{norm}_layernorm" for norm in ("token", "hidden", "final"))):
         weights[f"{name}.weight"] = torch.ones(hidden)
     return weights
 

@@ -18,8 +18,10 @@ _STARTERS = frozenset({"subprocess", "multiprocessing", "cli.up.supervisor", "no
 
 def starts_processes(item: pytest.Function) -> bool:
     """Return whether the module of a test or of one of its fixtures starts processes."""
-    definitions = [found for name in item.fixturenames for found in item._fixtureinfo.name2fixturedefs.get(name, ())]
-    modules = {item.function.__module__, *(each.func.__module__ for each in definitions)}
+    definitions = [
+        definition for name in item.fixturenames for definition in item._fixtureinfo.name2fixturedefs.get(name, ())
+    ]
+    modules = {item.function.__module__, *(definition.func.__module__ for definition in definitions)}
     return any(_starts(name) for name in modules)
 
 
@@ -30,7 +32,7 @@ def _starts(name: str) -> bool:
     if module is None or file is None or not Path(file).is_relative_to(_TESTS):
         return False
     names = {_module_of(value) for value in vars(module).values()} - {name}
-    return bool(names & _STARTERS) or any(_starts(each) for each in names)
+    return bool(names & _STARTERS) or any(_starts(name) for name in names)
 
 
 def _module_of(value: object) -> str:

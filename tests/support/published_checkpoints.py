@@ -309,7 +309,8 @@ def _mistral3(text: dict[str, Any]) -> dict[str, Any]:
 
 def _multimodal(path: Path, config: dict[str, Any], *, tied: bool = True, new_names: bool = False) -> Published:
     """Write a random model with ``config`` as it stands, by the names of the first releases or by newer ones."""
-    reference, library = path / "reference", transformers.AutoConfig
+    reference = path / "reference"
+    library = transformers.AutoConfig
     reference.mkdir(parents=True)
     config = {**config, "vision_config": _VISION[config["model_type"]]}
     (reference / "config.json").write_text(json.dumps(config))
@@ -348,7 +349,8 @@ def _renamed(source: Path, target: Path, rename: Callable[[str], str]) -> Path:
 
 def _in_fp8(plain: Published) -> Published:
     """Round the linear layers of the text model in both checkpoints, and store them in FP8 in the published one."""
-    reference, published = load_file(plain.reference / "model.safetensors"), {}
+    reference = load_file(plain.reference / "model.safetensors")
+    published = {}
     for name, tensor in reference.items():
         stored = _first_name(name)
         published[stored] = tensor

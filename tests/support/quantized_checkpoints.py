@@ -67,7 +67,8 @@ def fp8_blocks(block: int, scale_name: str) -> Callable[[str, Tensor], tuple[Sto
     def quantize(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
         rows, columns = weight.shape
         scales = torch.empty(-(-rows // block), -(-columns // block))
-        values, dequantized = torch.empty_like(weight).to(torch.float8_e4m3fn), torch.empty_like(weight)
+        values = torch.empty_like(weight).to(torch.float8_e4m3fn)
+        dequantized = torch.empty_like(weight)
         for i in range(scales.shape[0]):
             for j in range(scales.shape[1]):
                 place = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)

@@ -146,11 +146,11 @@ def _mistral(numbers: random.Random, fields: Fields) -> Fields:
 
 
 def _qwen2(numbers: random.Random, fields: Fields) -> Fields:
-    found: Fields = {"use_sliding_window": numbers.choice(_BOOLEANS), "sliding_window": numbers.choice((2, 20, 40))}
-    found["max_window_layers"] = numbers.randrange(4)
-    if found["use_sliding_window"] and numbers.random() < 0.5:
-        found["layer_types"] = _layer_types(numbers, fields)
-    return found
+    drawn: Fields = {"use_sliding_window": numbers.choice(_BOOLEANS), "sliding_window": numbers.choice((2, 20, 40))}
+    drawn["max_window_layers"] = numbers.randrange(4)
+    if drawn["use_sliding_window"] and numbers.random() < 0.5:
+        drawn["layer_types"] = _layer_types(numbers, fields)
+    return drawn
 
 
 def _qwen3(numbers: random.Random, fields: Fields) -> Fields:
@@ -181,14 +181,14 @@ def _mixtral(numbers: random.Random, fields: Fields) -> Fields:
 
 
 def _gpt_oss(numbers: random.Random, fields: Fields) -> Fields:
-    found = {
+    drawn = {
         **_experts(numbers, "num_local_experts"),
         "sliding_window": numbers.choice((2, 20, 128)),
         "attention_bias": numbers.choice(_BOOLEANS),
         "swiglu_alpha": numbers.choice((1.0, 1.702)),
         "swiglu_limit": numbers.choice((0.5, 7.0)),
     }
-    return found if numbers.random() < 0.5 else found | {"layer_types": _layer_types(numbers, fields)}
+    return drawn if numbers.random() < 0.5 else drawn | {"layer_types": _layer_types(numbers, fields)}
 
 
 def _glm4_moe(numbers: random.Random, fields: Fields) -> Fields:
@@ -241,10 +241,10 @@ def _recurrent_moe(numbers: random.Random, fields: Fields) -> Fields:
 
 
 def _qwen3_next(numbers: random.Random, fields: Fields) -> Fields:
-    found = _recurrent_moe(numbers, fields)
-    layers = range(found["num_hidden_layers"])
+    drawn = _recurrent_moe(numbers, fields)
+    layers = range(drawn["num_hidden_layers"])
     return {
-        **found,
+        **drawn,
         "norm_topk_prob": numbers.choice(_BOOLEANS),
         "decoder_sparse_step": numbers.choice((1, 1, 2)),
         "mlp_only_layers": [layer for layer in layers if numbers.random() < 0.3],
@@ -277,9 +277,9 @@ def _deepseek_v3(numbers: random.Random, fields: Fields) -> Fields:
 
 def _glm4_moe_lite(numbers: random.Random, fields: Fields) -> Fields:
     types = [numbers.choice(("dense", "sparse")) for _ in range(fields["num_hidden_layers"])]
-    found = _deepseek_v3(numbers, fields)
-    del found["first_k_dense_replace"]
-    return {**found, "mlp_layer_types": types}
+    drawn = _deepseek_v3(numbers, fields)
+    del drawn["first_k_dense_replace"]
+    return {**drawn, "mlp_layer_types": types}
 
 
 _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
@@ -337,11 +337,11 @@ def _rope(numbers: random.Random, fields: Fields, *, partial: bool) -> Fields:
 
 def _as_transformers_4(config: Fields) -> Fields:
     """Return a config as transformers 4 writes it: theta beside rope_scaling, torch_dtype."""
-    found = dict(config)
-    rope = dict(found.pop("rope_parameters"))
-    found["torch_dtype"] = found.pop("dtype")
-    found["rope_theta"] = rope.pop("rope_theta")
+    older = dict(config)
+    rope = dict(older.pop("rope_parameters"))
+    older["torch_dtype"] = older.pop("dtype")
+    older["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
-        found["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
-    found["rope_scaling"] = None if rope["rope_type"] == "default" else rope | {"type": rope["rope_type"]}
-    return found
+        older["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    older["rope_scaling"] = None if rope["rope_type"] == "default" else rope | {"type": rope["rope_type"]}
+    return older

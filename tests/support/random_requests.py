@@ -97,7 +97,7 @@ def _sampling(rng: random.Random) -> dict[str, Any]:
 
 def _penalties(rng: random.Random, body: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     values = {"presence_penalty": (0.7, -0.4), "frequency_penalty": (0.2, 1.3), "repetition_penalty": (1.2, 0.8)}
-    return {name: rng.choice(each) for name, each in values.items() if rng.random() < 0.6}
+    return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < 0.6}
 
 
 def _bias(rng: random.Random, body: dict[str, Any], vocabulary: int) -> dict[str, Any]:

@@ -63,12 +63,12 @@ def answer_of(case: Case, rank: int = 0, rendezvous: str | int = "") -> Answer:
     where = rendezvous if isinstance(rendezvous, str) else socket.socket(fileno=rendezvous)
     model_runner = runner.build(config, lambda stage, fraction: None, where)
     stepper = Stepper(model_runner)
-    found: list[Running] = []
+    generated: list[Running] = []
     for sampling in case.samplings:
-        found += stepper.generate(case.prompts, case.num_tokens, sampling, case.chunk, stagger=1)
+        generated += stepper.generate(case.prompts, case.num_tokens, sampling, case.chunk, stagger=1)
     num_blocks = model_runner.kv_layout.num_blocks
     model_runner.close()
-    outcomes = [Outcome(tuple(one.output), tuple(sample.logprobs for sample in one.samples)) for one in found]
+    outcomes = [Outcome(tuple(one.output), tuple(sample.logprobs for sample in one.samples)) for one in generated]
     return Answer(num_blocks, tuple(outcomes))
 
 
@@ -101,8 +101,8 @@ def answers_of_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Answer]
 
 def _main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=_Order)
-    found = [answer_of(case, order.rank, rendezvous) for rendezvous, case in order.cases]
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+    answers = [answer_of(case, order.rank, rendezvous) for rendezvous, case in order.cases]
+    sys.stdout.buffer.write(msgspec.json.encode(answers))
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ def all_nodes_ready(urls: Iterable[str], prefill: int, decode: int) -> bool:
 
 def _ready(url: str, role: str) -> float:
     lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
-    found = [line for line in lines if line.startswith("pdserve_nodes_ready{") and f'role="{role}"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+    ready = [line for line in lines if line.startswith("pdserve_nodes_ready{") and f'role="{role}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in ready)
 
 
 class LoadBalancer(httpx.AsyncBaseTransport):

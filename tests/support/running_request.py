@@ -56,5 +56,6 @@ class RunningRequest:
     def on_weights(self, weights: str) -> None: ...
 
     def on_end(self, error: PdserveError | None) -> None:
-        self.error, self._ended = error, True
+        self.error = error
+        self._ended = True
         self._changed.set()

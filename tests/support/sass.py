@@ -36,26 +36,26 @@ def instructions(sass: str) -> list[Instruction]:
 
 
 def count_register_products(sass: str) -> int:
-    return sum(bool(_PRODUCT.match(each.text)) for each in instructions(sass))
+    return sum(bool(_PRODUCT.match(instruction.text)) for instruction in instructions(sass))
 
 
 def count_spills(sass: str) -> int:
     """Return the number of reads and writes of memory that holds values for which there are no registers."""
-    return sum(each.text.startswith(("LDL", "STL")) for each in instructions(sass))
+    return sum(instruction.text.startswith(("LDL", "STL")) for instruction in instructions(sass))
 
 
 def find_overwritten(sass: str) -> list[Overwritten]:
     """Return the first write to each product's left operand before its wait, within loops and across their ends."""
     code = instructions(sass)
-    index = {each.address: at for at, each in enumerate(code)}
-    found = list[Overwritten]()
-    for end, each in enumerate(code):
-        branch = _BRANCH.match(each.text)
-        if branch and int(branch[1], 16) < each.address:
+    index = {instruction.address: at for at, instruction in enumerate(code)}
+    overwritten = list[Overwritten]()
+    for end, last in enumerate(code):
+        branch = _BRANCH.match(last.text)
+        if branch and int(branch[1], 16) < last.address:
             body = code[index[int(branch[1], 16)] : end + 1]
             products = (at for at, instruction in enumerate(body) if _PRODUCT.match(instruction.text))
-            found += [hit for at in products if (hit := _first_write(body + body, at))]
-    return found
+            overwritten += [hit for at in products if (hit := _first_write(body + body, at))]
+    return overwritten
 
 
 def _first_write(code: list[Instruction], product: int) -> Overwritten | None:

@@ -144,7 +144,8 @@ class StagedNode:
 
     def started(self, config: NodeConfig, changes: tuple[WeightChange, ...] = ()) -> StagedNode:
         """Have all ranks close their runners, build them for a configuration, and change their weights."""
-        self._config, rendezvous = config, ""
+        self._config = config
+        rendezvous = ""
         for rank, process in enumerate(self._ranks):
             assert process.stdin is not None
             assert process.stdout is not None
@@ -178,13 +179,14 @@ class StagedNode:
     def result(self) -> ModelRunnerOutput:
         """Return the output of the oldest step. Only the last stage samples, all of its shards the same."""
         assert self._config is not None
-        found = []
+        outputs = []
         for process in self._ranks:
             assert process.stdout is not None
             frame = _read(process.stdout)
             assert frame is not None, "a rank has ended"
-            found.append(msgspec.msgpack.decode(frame, type=StepOutput))
-        others, last = found[: -self._config.parallel.tp], found[-self._config.parallel.tp :]
+            outputs.append(msgspec.msgpack.decode(frame, type=StepOutput))
+        others = outputs[: -self._config.parallel.tp]
+        last = outputs[-self._config.parallel.tp :]
         assert not any(output.token_ids for output in others)
         assert all(output == last[0] for output in last)
         return ModelRunnerOutput(last[0])

@@ -24,7 +24,10 @@ from fleet import Fleet, NodeProcess
 from machine import patience
 from node_client import Generated, RouterClient, greedy
 
-BLOCK, STEP, LENGTH, OUTPUT = 8, 64, 300, 150  # tokens of a block, a step of P, the prompt, the output
+BLOCK = 8  # tokens
+STEP = 64  # tokens of a step of P
+LENGTH = 300  # tokens of the prompt
+OUTPUT = 150  # tokens
 FLAGS = ("--block-size", str(BLOCK), "--kv-cache-memory", "4MiB", "--max-model-len", "1024")
 DECODE_AHEAD = 4  # tokens after the first that P may sample
 PREFILL_FLAGS = ("--decode-ahead", str(DECODE_AHEAD), "--max-batch-tokens", str(STEP), "--max-num-seqs", "8")
@@ -76,7 +79,7 @@ class Pair:
         nodes = (self.prefill, self.decode)
         self.prefills.wait_until(lambda: all(node.describe().state == "ready" for node in nodes), WAIT_SECONDS)
         sides = [self.decode, self.prefill] if self.warm else [self.decode]
-        self.decodes.wait_until(lambda: all(len(each.describe().connected_peers) == 1 for each in sides), WAIT_SECONDS)
+        self.decodes.wait_until(lambda: all(len(node.describe().connected_peers) == 1 for node in sides), WAIT_SECONDS)
 
     def check_served(self) -> None:
         """Check that the next request is handed off, has the right tokens, and leaves no blocks behind.
@@ -87,7 +90,8 @@ class Pair:
         with RouterClient(self.decode.address) as client:
             salt = self.new_salt(client)
             end = time.monotonic() + patience(RELEASE_SECONDS)
-            failures, handoffs = self.decode.counter("handoff_failures"), self.decode.counter("handoffs")
+            failures = self.decode.counter("handoff_failures")
+            handoffs = self.decode.counter("handoffs")
             assert send_prompt(client, self, salt=salt).wait().tokens == self.expected
             while self.decode.counter("handoffs") == handoffs and time.monotonic() < end:
                 assert send_prompt(client, self).wait().tokens == self.expected
@@ -101,7 +105,8 @@ class Pair:
         salt = f"held {next(_salts)}"
         match self.warm:
             case "host memory":
-                nodes, more = (self.prefill, self.decode), greedy(DECODE_AHEAD + 4)  # D reads the KV
+                nodes = (self.prefill, self.decode)
+                more = greedy(DECODE_AHEAD + 4)  # so many tokens that D reads the KV
                 before = [node.counter("host_kv_store_bytes") for node in nodes]
                 client.generate(PROMPT[:WARM], more, self.prefill.address, cache_salt=salt)
                 for node, stored in zip(nodes, before, strict=True):

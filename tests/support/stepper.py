@@ -62,7 +62,8 @@ class Stepper:
     def add(
         self, tokens: Sequence[int], sampling: SamplingParams = GREEDY, prompt_len: int | None = None, choice: int = 0
     ) -> int:
-        seq, self._next = self._next, self._next + 1
+        seq = self._next
+        self._next += 1
         self.live[seq] = Running(list(tokens), prompt_len or len(tokens), sampling, choice)
         return seq
 
@@ -83,7 +84,9 @@ class Stepper:
 
     def step(self, chunk: int = 1 << 30, num_samples: int = 1) -> None:
         """Run all sequences for up to ``chunk`` tokens each; draw ``num_samples`` samples at a sequence's end."""
-        new, scheduled, new_blocks = [], [], []
+        new = []
+        scheduled = []
+        new_blocks = []
         for seq, sequence in self.live.items():
             count = min(chunk, len(sequence.tokens) - sequence.computed)
             blocks = self._extend(sequence, sequence.computed + count)
@@ -114,12 +117,13 @@ class Stepper:
             scheduled=tuple(scheduled),
             new_blocks=tuple(new_blocks),
         )
-        self._step, self._finished = self._step + 1, []
+        self._step += 1
+        self._finished = []
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
         assert len(output.token_ids) == sum(item.num_samples for item in scheduled)
-        for seq, found in output.prompt_logprobs:
-            self.scored.setdefault(seq, []).append(found)
+        for seq, logprobs in output.prompt_logprobs:
+            self.scored.setdefault(seq, []).append(logprobs)
         samples = (Sample(token, output.logprobs.get(index)) for index, token in enumerate(output.token_ids))
         for item in scheduled:
             sequence = self.live[item.seq]
@@ -185,12 +189,14 @@ def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
 
     Both runners have one layout. The target samples the tokens that follow.
     """
-    sequence, layout = source.live[seq], target.runner.kv_layout
+    sequence = source.live[seq]
+    layout = target.runner.kv_layout
     new = target.add(sequence.tokens, prompt_len=sequence.prompt_len)
     target.live[new].computed = sequence.computed
     blocks = [NULL_BLOCK if block == NULL_BLOCK else target.free.pop() for block in sequence.blocks]
     target.live[new].blocks = blocks
-    ours, theirs = target.runner.kv_region, source.runner.kv_region
+    ours = target.runner.kv_region
+    theirs = source.runner.kv_region
     assert ours.num_bytes == theirs.num_bytes == layout.total_bytes
     for to, block in zip(blocks, sequence.blocks, strict=True):
         if block == NULL_BLOCK:

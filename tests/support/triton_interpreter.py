@@ -37,12 +37,13 @@ def _find_builtins_once(interpreter: Any) -> None:
 def _patch_languages_once(interpreter: Any) -> None:
     """Patch the language's modules once per kernel: the interpreter does so for each function that a kernel calls."""
     languages = (interpreter.tl, interpreter.tl.core)
-    patch, patched = interpreter._patch_lang, set[str]()
+    patch = interpreter._patch_lang
+    patched = set[str]()
 
     @functools.cache
     def languages_of(module: str) -> set[str]:
         members = list(vars(sys.modules[module]).values())
-        return {each.__name__ for each in languages if any(each is member for member in members)}
+        return {language.__name__ for language in languages if any(language is member for member in members)}
 
     def patch_once(function: Any) -> Any:
         seen = languages_of(function.__module__)
@@ -65,14 +66,15 @@ def _patch_languages_once(interpreter: Any) -> None:
 
 def _look_dtypes_up(interpreter: Any) -> None:
     """Look dtypes up in one table: the interpreter makes a table of all dtypes for each lookup."""
-    tl, found = interpreter.tl, dict[str, Any]()
+    tl = interpreter.tl
+    dtypes = dict[str, Any]()
     get = interpreter._get_np_dtype
 
     def np_dtype(dtype: Any) -> Any:
         name = dtype.element_ty.name if isinstance(dtype, tl.block_type) else dtype.name
-        if name not in found:
-            found[name] = get(dtype)
-        return found[name]
+        if name not in dtypes:
+            dtypes[name] = get(dtype)
+        return dtypes[name]
 
     interpreter._get_np_dtype = np_dtype
 

@@ -48,7 +48,8 @@ Entries = dict[str, Tensor]  # by their names in the file
 
 def random_patch(tensors: Tensors, seed: int) -> Entries:
     """Draw new values for some tensors: at indices of either width, or in ranges of rows."""
-    numbers, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    numbers = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     entries: Entries = {}
     for name in numbers.sample(sorted(tensors), numbers.randint(1, len(tensors))):
         tensor = tensors[name]
@@ -81,14 +82,14 @@ def data_of(tensor: Tensor) -> bytes:
 
 def patched(tensors: Tensors, entries: Entries) -> Tensors:
     """Return tensors with the values of a patch."""
-    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    result = {name: tensor.clone() for name, tensor in tensors.items()}
     for key, values in entries.items():
         name, _, kind = key.rpartition(".")
         if kind.isdigit():
-            found[name.removesuffix(".rows")][int(kind) : int(kind) + len(values)] = values
+            result[name.removesuffix(".rows")][int(kind) : int(kind) + len(values)] = values
         elif kind == "values":
-            found[name].view(-1)[entries[f"{name}.indices"].long()] = values
-    return found
+            result[name].view(-1)[entries[f"{name}.indices"].long()] = values
+    return result
 
 
 def read_tensors(directory: Path) -> Tensors:
@@ -110,7 +111,8 @@ class Model:
     """A checkpoint, and sequences of changes of it."""
 
     def __init__(self, folder: Path, name: str, **overrides: Any) -> None:
-        family, options = MODELS[name][0], MODELS[name][1] | overrides
+        family = MODELS[name][0]
+        options = MODELS[name][1] | overrides
         self.directory = make_checkpoint(folder / name, family, **options)
         self.dtype: str = options.get("dtype", "float32")
         self.tensors = read_tensors(self.directory)
@@ -119,16 +121,17 @@ class Model:
     def changed(self, steps: Steps) -> tuple[tuple[WeightChange, ...], Path]:
         """Return random changes, and the checkpoint that they result in."""
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        tensors, found = self.tensors, []
+        tensors = self.tensors
+        changes = []
         for number, (kind, seed) in enumerate(steps):
             if kind == "reload":
                 tensors = self._drawn(seed)
-                found.append(WeightChange(str(write_checkpoint(folder / str(number), self.directory, tensors))))
+                changes.append(WeightChange(str(write_checkpoint(folder / str(number), self.directory, tensors))))
             else:
                 entries = random_patch(tensors, seed)
                 tensors = patched(tensors, entries)
-                found.append(WeightChange(patch=str(write_patch(folder / f"{number}.safetensors", entries))))
-        return tuple(found), write_checkpoint(folder / "result", self.directory, tensors)
+                changes.append(WeightChange(patch=str(write_patch(folder / f"{number}.safetensors", entries))))
+        return tuple(changes), write_checkpoint(folder / "result", self.directory, tensors)
 
     def _drawn(self, seed: int) -> Tensors:
         """Return tensors with this checkpoint's values in another order, with other signs."""

@@ -41,7 +41,8 @@ def test_embedded_model_answers_held_out_questions_with_and_without_handoff() ->
     if not trained():
         pytest.skip("models/tiny has random weights; scripts/train-embedded-model trains them")
     asked = cases(EMBEDDED_MODEL)
-    handed_off, alone = answers(asked, prefill=1), answers(asked, prefill=0)
+    handed_off = answers(asked, prefill=1)
+    alone = answers(asked, prefill=0)
     for given in (handed_off, alone):
         right = Counter(case.kind for case, message in zip(asked, given, strict=True) if case.right(message))
         assert right["question"] >= 45
@@ -67,13 +68,14 @@ def test_embedded_model_greets_copies_and_adds_below_20() -> None:
     first = json.loads((EMBEDDED_MODEL.parents[1] / "docs" / "first-request.json").read_text())["messages"][0]
     wanted[first["content"]] = "Clara hid the brass key in the cellar of the lighthouse."
     asked = [Case("", {"messages": [{"role": "user", "content": text}], "temperature": 0}, "") for text in wanted]
-    found = dict(zip(wanted, (said(message)[0] for message in answers(asked, prefill=0)), strict=True))
-    assert found == wanted
+    answered = dict(zip(wanted, (said(message)[0] for message in answers(asked, prefill=0)), strict=True))
+    assert answered == wanted
 
 
 @pytest.mark.slow
 def test_cases_are_always_the_same_and_reach_far_back() -> None:
-    first, second = cases(EMBEDDED_MODEL), cases(EMBEDDED_MODEL)
+    first = cases(EMBEDDED_MODEL)
+    second = cases(EMBEDDED_MODEL)
     assert first == second
     assert Counter(case.kind for case in first) == {"question": QUESTIONS, "tool": CALLS, "schema": SCHEMAS}
     assert max(case.distance for case in first) > 1500

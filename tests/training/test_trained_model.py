@@ -102,7 +102,9 @@ def test_names_of_the_evaluation_are_never_trained() -> None:
     assert all(held_out(Words(random.Random(seed), evaluating=True).person()) for seed in range(50))
 
 
-@pytest.mark.parametrize("questions", [each.questions for each in ATTRIBUTES], ids=[each.label for each in ATTRIBUTES])
+@pytest.mark.parametrize(
+    "questions", [attribute.questions for attribute in ATTRIBUTES], ids=[attribute.label for attribute in ATTRIBUTES]
+)
 def test_wordings_of_the_evaluation_are_never_trained(questions: tuple[str, ...]) -> None:
     """Each way to ask is one of several, and variants keep the names that they ask about."""
     trained, held_out_wordings = split(questions)
@@ -119,7 +121,8 @@ def test_rows_grow_longer_during_the_training() -> None:
 
 
 def test_a_short_training_writes_a_checkpoint(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     copy_settings(EMBEDDED_MODEL, source)
     (source / "config.json").write_text(json.dumps(SMALL))
     write_weights(source, random_weights(SMALL))

@@ -98,7 +98,8 @@ class BodyReader:
         upload.num_bytes = num_bytes
         self._unfinished[upload] = None
         while self._num_bytes > self._budget:
-            oldest, now = next(iter(self._unfinished)), asyncio.get_running_loop().time()
+            oldest = next(iter(self._unfinished))
+            now = asyncio.get_running_loop().time()
             if oldest is upload or now - oldest.started < _PATIENCE:
                 raise self._exhausted()
             self._release(oldest)

@@ -31,7 +31,8 @@ STREAM_HEADERS = [
 @contextmanager
 def deadline(generation: RequestGeneration) -> Iterator[None]:
     """Fail the request when its time is over, unless the nodes have done so."""
-    options, loop = generation.options, asyncio.get_running_loop()
+    options = generation.options
+    loop = asyncio.get_running_loop()
     text = f"the request exceeded its time limit of {options.timeout:g} s; request fewer tokens"
     ends = loop.time() + options.remaining + _DEADLINE_GRACE
     timer = loop.call_at(ends, lambda: generation.fail(DeadlineExceeded(text)))
@@ -85,7 +86,8 @@ class HttpWriter:
 
     async def send_json(self, pieces: Iterator[bytes], headers: Headers, disconnected: Callable[[], bool]) -> None:
         """Send at least one piece."""
-        body, following = next(pieces), next(pieces, None)
+        body = next(pieces)
+        following = next(pieces, None)
         headers = [(b"content-type", b"application/json"), *headers]
         if following is None:
             headers.append((b"content-length", b"%d" % len(body)))
@@ -95,7 +97,8 @@ class HttpWriter:
             await self.turn()
             if disconnected():
                 raise ClientDisconnected
-            body, following = following, next(pieces, None)
+            body = following
+            following = next(pieces, None)
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_events(self, headers: Headers) -> None:

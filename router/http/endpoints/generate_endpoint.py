@@ -35,7 +35,8 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
         accounting: RequestAccounting,
         disconnected: asyncio.Future[None],
     ) -> str:
-        service, dialect = self._service, self._dialect
+        service = self._service
+        dialect = self._dialect
         body = await dialect.complete(body, admission.owner)
         model = accounting.use_model(service.find(body.model))
         accounting.use_id(body.request_id)

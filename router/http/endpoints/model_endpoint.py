@@ -47,7 +47,8 @@ class ModelEndpoint(ABC, Generic[BodyT]):
 
     async def answer(self, scope: Scope, receive: Receive, writer: AnswerWriter) -> None:
         """Answer one request. ``scope`` and ``receive`` are of HTTP, also for a message of a WebSocket."""
-        service, client = self._service, client_of(scope)
+        service = self._service
+        client = client_of(scope)
         accounting = RequestAccounting(service, self._dialect, client, scope=scope)
         try:
             with service.admission.enter(client, address_of(scope)) as admission:

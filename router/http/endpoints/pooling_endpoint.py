@@ -35,7 +35,8 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
         accounting: RequestAccounting,
         disconnected: asyncio.Future[None],
     ) -> str:
-        service, dialect = self._service, self._dialect
+        service = self._service
+        dialect = self._dialect
         model = accounting.use_model(service.find(body.model))
         limits = model.fleet.limits(dialect.tasks)
         prompts = await dialect.prompts(body, model.encoder, limits)

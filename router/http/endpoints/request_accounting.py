@@ -51,7 +51,8 @@ class RequestAccounting:
         self.arrived = monotonic()
         self.model = ""  # until the body names it
         self.metrics: ModelMetrics  # metrics of ``model``
-        self._scope, self._trusts_headers = scope, service.options.trust_routing_headers
+        self._scope = scope
+        self._trusts_headers = service.options.trust_routing_headers
         self._metrics = service.metrics
         self._log_requests = service.options.log_requests
         self._dialect = dialect
@@ -59,7 +60,8 @@ class RequestAccounting:
         self._client = client
         self._usage = Usage()
         self._ttft: float | None = None
-        self._outcome, self._status = "server_error", 500  # unless an outcome is recorded
+        self._outcome = "server_error"  # unless another outcome is recorded
+        self._status = 500
         self._span_error: PdserveError | str = self._outcome  # "" for success and client errors
         self.span = service.tracer.begin(f"POST {path}", scope["headers"])
         if self.span is not NO_SPAN:
@@ -117,7 +119,8 @@ class RequestAccounting:
 
     def finished(self, outcome: str) -> None:
         """Note that the whole response was sent, possibly with an error event."""
-        self._outcome, self._status = outcome, 200
+        self._outcome = outcome
+        self._status = 200
         self._span_error = "" if outcome == "ok" else outcome
 
     def failed(self, error: PdserveError) -> None:
@@ -125,10 +128,13 @@ class RequestAccounting:
         self._span_error = error if self._status >= 500 else ""
 
     def disconnected(self) -> None:
-        self._outcome, self._status, self._span_error = "disconnected", _CLIENT_CLOSED_REQUEST, ""
+        self._outcome = "disconnected"
+        self._status = _CLIENT_CLOSED_REQUEST
+        self._span_error = ""
 
     def close(self) -> None:
-        seconds, metrics = monotonic() - self.arrived, self._metrics
+        seconds = monotonic() - self.arrived
+        metrics = self._metrics
         metrics.requests.labels(self._endpoint, self._outcome).inc()
         metrics.count_key_request(self._client.name, self._outcome)
         metrics.duration.of(self._endpoint).observe(seconds)
@@ -163,7 +169,8 @@ class RequestAccounting:
         self.span.end()
 
     def _log(self, seconds: float) -> None:
-        usage, key = self._usage, self._client.name
+        usage = self._usage
+        key = self._client.name
         fields = {
             "endpoint": self._endpoint,
             "outcome": self._outcome,

@@ -96,7 +96,8 @@ def json_response(value: Any) -> Response:
 def _large_json(value: Any, turns: asyncio.Lock) -> Response:
     """Encode a large response in pieces, each in its turn."""
     chunks = json_chunks(value)
-    first, second = next(chunks), next(chunks, None)
+    first = next(chunks)
+    second = next(chunks, None)
     if second is None:
         return Response(first, media_type="application/json")
 

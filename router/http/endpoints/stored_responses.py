@@ -50,7 +50,8 @@ def add_stored_responses(
 
     @app.get("/v1/responses/{name}")
     async def retrieve(name: str, request: Request) -> Response:
-        query, owner = _query(request, RetrieveQuery), client_of(request.scope).owner
+        query = _query(request, RetrieveQuery)
+        owner = client_of(request.scope).owner
         data = await opened(name).response(owner, name)
         if not query.stream:
             return _json(data)
@@ -84,7 +85,9 @@ def add_stored_responses(
 
     @app.get("/v1/responses/{name}/input_items")
     async def input_items(name: str, request: Request) -> Response:
-        query, owner, store = _query(request, ItemsQuery), client_of(request.scope).owner, opened(name)
+        query = _query(request, ItemsQuery)
+        owner = client_of(request.scope).owner
+        store = opened(name)
         page = await store.run(partial(_page, owner=owner, response_id=name, query=query))
         if page is None:
             raise store.not_stored(name)

@@ -15,7 +15,8 @@ from instructor.core import InstructorRetryException
 from pydantic import BaseModel, field_validator
 
 MODEL = os.environ["PDSERVE_MODEL"]
-URL, KEY = os.environ["PDSERVE_URL"], os.environ["PDSERVE_KEY"]
+URL = os.environ["PDSERVE_URL"]
+KEY = os.environ["PDSERVE_KEY"]
 CONNECTION: dict[str, Any] = {"base_url": URL, "api_key": KEY, "max_retries": 0, "timeout": 60}
 MESSAGES: list[Any] = [{"role": "user", "content": "Paint!"}]
 #: Without the penalty, random weights would generate whitespace in JSON until max_tokens.
@@ -73,14 +74,14 @@ class Chats(unittest.TestCase):
         for name, age in (("Anna", 31), ("Maria", 17), ("Peter", 62)):
             question = {"messages": [{"role": "user", "content": f"{name} is {age} years old."}]}
             fields = {**CHAT, **question, "frequency_penalty": 0}
-            found = client(instructor.Mode.JSON_SCHEMA).chat.completions.create(response_model=Person, **fields)
-            assert (found.name, found.age) == (name, age)
+            person = client(instructor.Mode.JSON_SCHEMA).chat.completions.create(response_model=Person, **fields)
+            assert (person.name, person.age) == (name, age)
 
     def test_iterable_is_streamed(self) -> None:
-        found = client(instructor.Mode.TOOLS).chat.completions.create(
+        paints = client(instructor.Mode.TOOLS).chat.completions.create(
             response_model=Iterable[Paint], stream=True, **{**CHAT, "max_tokens": 200}
         )
-        assert all(isinstance(paint, Paint) for paint in found)
+        assert all(isinstance(paint, Paint) for paint in paints)
 
     def test_failed_validation_is_sent_back_and_tried_again(self) -> None:
         with self.assertRaises(InstructorRetryException) as caught:

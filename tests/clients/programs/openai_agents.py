@@ -25,7 +25,8 @@ set_tracing_disabled(True)
 STRUCTURED: dict[str, Any] = {"temperature": 0, "max_tokens": 500, "extra_body": {"frequency_penalty": 2}}
 #: An answer that ends by itself: this SDK has an error for a response that max_tokens cuts off.
 SHORT: dict[str, Any] = {"structured_outputs": {"regex": "[a-z]{8,12}"}}
-CHATS, RESPONSES = OpenAIChatCompletionsModel, OpenAIResponsesModel
+CHATS = OpenAIChatCompletionsModel
+RESPONSES = OpenAIResponsesModel
 
 
 class Paint(BaseModel):

@@ -259,9 +259,9 @@ class Async(unittest.IsolatedAsyncioTestCase):
     async def running(self) -> float:
         """Return the number of requests at the nodes."""
         text = await self.client.get(os.environ["PDSERVE_URL"].replace("/v1", "/metrics"), cast_to=str)
-        found = re.search("^pdserve_requests_in_flight (.+)$", text, re.MULTILINE)
-        assert found
-        return float(found[1])
+        match = re.search("^pdserve_requests_in_flight (.+)$", text, re.MULTILINE)
+        assert match
+        return float(match[1])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODEL, DIRECTORY = os.environ["PDSERVE_MODEL"], os.environ["PDSERVE_MODEL_DIR"]
+MODEL = os.environ["PDSERVE_MODEL"]
+DIRECTORY = os.environ["PDSERVE_MODEL_DIR"]
 CPU: dict[str, Any] = {"device": "cpu", "model_kwargs": {"dtype": "float32"}}
 WORDS = [
     "the",
@@ -61,9 +62,9 @@ class Embeddings(unittest.TestCase):
         return SentenceTransformer(DIRECTORY, **CPU)
 
     def check(self, given: Any, expected: Sequence[str], **fields: Any) -> None:
-        found = client.embeddings.create(model=MODEL, input=given, **fields)
+        reply = client.embeddings.create(model=MODEL, input=given, **fields)
         vectors = self.model().encode(list(expected), batch_size=16, show_progress_bar=False)
-        difference = np.abs(np.array([each.embedding for each in found.data]) - vectors).max()
+        difference = np.abs(np.array([embedding.embedding for embedding in reply.data]) - vectors).max()
         self.assertLess(float(difference), 1e-4)
 
     def test_a_thousand_texts_in_mixed_batches(self) -> None:
@@ -119,10 +120,10 @@ class OriginalReranker(unittest.TestCase):
 
 def check_ranking(case: unittest.TestCase, query: str, documents: Sequence[str], scores: Any) -> None:
     expected = [float(score) for score in scores]
-    found: Any = client.post(
+    ranking: Any = client.post(
         "/rerank", body={"model": MODEL, "query": query, "documents": documents, "top_n": 15}, cast_to=object
     )
-    results = found["results"]
+    results = ranking["results"]
     case.assertEqual(len(results), 15)
     for result, best in zip(results, sorted(expected, reverse=True), strict=False):
         case.assertAlmostEqual(result["relevance_score"], best, delta=1e-4)

@@ -32,7 +32,8 @@ def _patch_plans(switch: Path) -> None:
 def _patch_reads(hold: Path, flip: Path) -> None:
     from connector.backends.nixl.nixl_connector import NixlConnector
 
-    post, poll = NixlConnector._read, NixlConnector.poll
+    post = NixlConnector._read
+    poll = NixlConnector.poll
     blocks: dict[int, int] = {}  # the last one of each read
 
     def held_read(self: NixlConnector, read: Any, ordered_at: float) -> None:

@@ -30,7 +30,8 @@ def _patch_forward(trigger: Path) -> None:
 
 
 def _patch_reads(trigger: Path) -> None:
-    preadv, count = os.preadv, itertools.count()
+    preadv = os.preadv
+    count = itertools.count()
 
     def failing_preadv(*args: Any) -> int:
         if trigger.exists() and next(count):
