@@ -289,12 +289,13 @@ def pooling_node(
 
 ROUND_ROBIN = "round-robin"
 LEAST_LOADED = "least-loaded"
-PREFIX_AWARE = "prefix-aware"  # the only policy that uses the prefix index
+PREFIX_AWARE = "prefix-aware"
 POLICIES: dict[str, Policy] = {
     ROUND_ROBIN: round_robin,
     LEAST_LOADED: least_loaded,
     PREFIX_AWARE: prefix_aware,
 }
+PREFIX_POLICIES = frozenset({PREFIX_AWARE})  # policies that read PolicyRequest.cached; the others get it empty
 
 
 def no_serving_node(snapshot: FleetSnapshot, task: str = GENERATE) -> Overloaded:
