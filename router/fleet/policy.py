@@ -295,7 +295,8 @@ POLICIES: dict[str, Policy] = {
     LEAST_LOADED: least_loaded,
     PREFIX_AWARE: prefix_aware,
 }
-PREFIX_POLICIES = frozenset({PREFIX_AWARE})  # policies that read PolicyRequest.cached; the others get it empty
+# Policies that read PolicyRequest.cached; the others get it empty.
+PREFIX_POLICIES = frozenset({PREFIX_AWARE})
 
 
 def no_serving_node(snapshot: FleetSnapshot, task: str = GENERATE) -> Overloaded:
