@@ -54,6 +54,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     planes: ClassVar[int]
     attention: ClassVar[Mapping[str, str]]  # "module.Class" below runner.attention, by attention back end
     event_kind: ClassVar[str] = "full_attention"  # kind of its groups in KV events, by vLLM's names
+    has_fp8: ClassVar[bool] = False  # whether its attention reads a cache in FP8_E4M3
     packed: ClassVar[bool] = False  # stored and logical block differ (compressed, padded): a block is never split
 
     def __post_init__(self) -> None:
@@ -93,6 +94,7 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, tag="full_attention"):
     """Keys (plane 0) and values (plane 1) of every token."""
 
     planes: ClassVar[int] = 2
+    has_fp8: ClassVar[bool] = True
     attention: ClassVar[Mapping[str, str]] = {
         "torch": "paged_torch.PagedTorchAttention",
         "triton": "paged_triton.PagedTritonAttention",
