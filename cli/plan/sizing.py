@@ -163,20 +163,22 @@ class _Search:
     def best(self, layouts: Sequence[Layout]) -> tuple[Layout, float, str]:
         """Return the fleet that keeps all limits at the highest rate, that rate, and the limit that it misses beyond.
 
-        The rate is 0 if no fleet keeps them at any. A fleet that misses one where another one keeps all is left out.
+        The rate is 0 if no fleet keeps them at any. A fleet that misses one where another one keeps all is left out, and so is one whose work allows no such rate.
         """
         low = 0.0
         high = max(map(self.highest_rate, layouts))
         lacks = self._bound_by(prefill=True)
         rate = _FIRST_SHARE * high
         for _ in range(_HALVINGS):
-            predictions = self._predictor.predict(layouts, rate)
-            sufficient = [layout for layout in layouts if not predictions[layout].missed]
+            possible = [layout for layout in layouts if rate <= self.highest_rate(layout)]
+            predictions = self._predictor.predict(possible, rate)
+            sufficient = [layout for layout in possible if not predictions[layout].missed]
             if sufficient:
                 layouts = sorted(sufficient, key=lambda layout: self._load.nearness(predictions[layout]))
+                high = min(high, max(map(self.highest_rate, layouts)))
                 low = rate
             else:
-                lacks = predictions[layouts[0]].missed
+                lacks = predictions[possible[0]].missed
                 high = rate
             rate = (low + high) / 2
         return layouts[0], low, lacks

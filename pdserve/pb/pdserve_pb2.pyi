@@ -1748,7 +1748,7 @@ class KVReady(_message.Message):
     num_tokens: _builtins.int
     """prompt tokens whose KV is ready, skipped ones included; in the last message all, but for a pull"""
     state_slot: _builtins.int
-    """with the last blocks, P's slot of the recurrent state (handoff_position in pdserve/state.py)"""
+    """with the last blocks, P's slot of the recurrent state (handoff_position in pdserve/kv/states.py)"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

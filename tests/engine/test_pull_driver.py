@@ -32,6 +32,7 @@ class Nodes:
         self.checks = 0
         self.engine = _Engine(self.orders)
         self.config = self
+        self.options = self
         self.peer_timing = DEFAULT_TIMING
         self.metrics = ReadingMetrics()
         self.costs = StepCosts()
