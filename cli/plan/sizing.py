@@ -1,8 +1,9 @@
 """Find the fewest nodes for a rate, or the highest rate for a number of GPUs.
 
-Arithmetic bounds the search: a node does no more work than it has time, so fleets below ``least_nodes`` are never
-simulated. Among the others, a fleet suffices if it keeps all limits in a simulation, at a rate that leaves headroom.
-Fleets of more than ``MOST_SIMULATED`` nodes are sized as several smaller ones.
+Arithmetic bounds the search: nodes do no more work than they have time, so fleets below ``least_nodes`` are never
+simulated. Decode nodes compute prompts too, so the work of prompts bounds the number of all nodes only. Among the
+others, a fleet suffices if it keeps all limits in a simulation, at a rate that leaves headroom. Fleets of more than
+``MOST_SIMULATED`` nodes are sized as several smaller ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pdserve.errors import CapacityError
 MOST_SIMULATED = 6  # nodes of a simulated fleet
 _HALVINGS = 4  # halvings of the range of rates: to 6 % of what the nodes' work allows
 _FIRST_SHARE = 0.75  # share of that rate that is simulated first: most fleets serve 60 to 90 % of it
-_BEST_SPLITS = 3  # splits of a number of nodes that are simulated: those whose work allows the highest rate
+_BEST_SPLITS = 3  # splits of a number of nodes that are simulated: those whose roles are the most balanced
 _IDLE_SHARE = 0.02  # share of the rate that two nodes' work allows, at which requests hardly meet
 _IDLE_REQUESTS = 40
 
@@ -56,10 +57,8 @@ def plan_for_rate(predictor: Predictor, rate: float) -> Plan:
     search.check_idle()
     limits = predictor.load.limits
     full_rate = rate / (1.0 - limits.headroom)
-    if sum(search.least_nodes(full_rate)) <= MOST_SIMULATED:
-        splits = search.fewest_splits(full_rate)
-        if splits:
-            return search.plan(rate, 1.0, splits)
+    if splits := search.fewest_splits(full_rate):
+        return search.plan(rate, 1.0, splits)
     split, capacity = search.best_split(MOST_SIMULATED)
     fleet_rate = (1.0 - limits.headroom) * capacity
     return search.plan(rate, rate / fleet_rate, [split])
@@ -94,25 +93,28 @@ class _Search:
     # ------------------------------------------------------------ bounds
 
     def highest_rate(self, layout: Layout) -> float:
-        """Return the rate at which the work of the requests takes all time of the nodes of a role."""
+        """Return the rate at which the work of the requests takes all time of the nodes."""
         load = self._load
-        if not layout.prefill:
-            return layout.nodes / (load.prompt_work + load.decode_work)
+        rate = layout.nodes / (load.prompt_work + load.decode_work)
+        return min(rate, layout.decode / load.decode_work) if layout.prefill else rate
+
+    def balanced_rate(self, layout: Layout) -> float:
+        """Return the rate at which one role of a split is busy all the time, if each does its own work only."""
         prefill, decode = self._works()
         return min(layout.prefill / prefill, layout.decode / decode)
 
     def least_nodes(self, rate: float) -> tuple[int, int]:
-        """Return the prefill and decode nodes that the work of the requests takes at least."""
-        prefill, decode = self._works()
-        return max(1, ceil(rate * prefill - 1e-9)), max(1, ceil(rate * decode - 1e-9))
+        """Return how many nodes the work of the requests takes at least, and how many decode nodes."""
+        load = self._load
+        return _at_least(rate * (load.prompt_work + load.decode_work)), _at_least(rate * load.decode_work)
 
     def _works(self) -> tuple[float, float]:
-        """Seconds of a prefill and of a decode node per request."""
+        """Seconds of a prefill and of a decode node per request that is handed off."""
         load = self._load
         return max(load.prompt_work, load.read_work), max(load.decode_work, load.read_work)
 
     def _bound_by(self, prefill: bool) -> str:
-        """Return what a role lacks below ``least_nodes``."""
+        """Return what a role lacks that is busy all the time."""
         load = self._load
         if load.read_work > (load.prompt_work if prefill else load.decode_work):
             return "network"
@@ -137,13 +139,18 @@ class _Search:
 
     def fewest_splits(self, rate: float) -> list[Layout]:
         """Return the sufficient splits of the fewest nodes; empty if more than MOST_SIMULATED are needed."""
-        prefill, decode = self.least_nodes(rate)
-        for nodes in range(prefill + decode, MOST_SIMULATED + 1):
-            layouts = [Layout(first, nodes - first) for first in range(prefill, nodes - decode + 1)]
+        least, least_decode = self.least_nodes(rate)
+        for nodes in range(max(least, 1 + least_decode), MOST_SIMULATED + 1):
+            layouts = self._likely_splits(nodes, least_decode)
             predictions = self._predictor.predict(layouts, rate)
             if splits := [layout for layout in layouts if not predictions[layout].missed]:
                 return splits
         return []
+
+    def _likely_splits(self, nodes: int, least_decode: int = 1) -> list[Layout]:
+        """Return the splits of so many nodes that are simulated, the most balanced first."""
+        layouts = [Layout(prefill, nodes - prefill) for prefill in range(1, nodes - least_decode + 1)]
+        return sorted(layouts, key=self.balanced_rate, reverse=True)[:_BEST_SPLITS]
 
     def fewest(self, role: str, rate: float) -> tuple[Layout | None, str]:
         """Return the smallest sufficient fleet of nodes of one role, and what the largest insufficient one misses.
@@ -163,31 +170,27 @@ class _Search:
     def best(self, layouts: Sequence[Layout]) -> tuple[Layout, float, str]:
         """Return the fleet that keeps all limits at the highest rate, that rate, and the limit that it misses beyond.
 
-        The rate is 0 if no fleet keeps them at any. A fleet that misses one where another one keeps all is left out, and so is one whose work allows no such rate.
+        The rate is 0 if no fleet keeps them at any. A fleet that misses one where another one keeps all is left out.
         """
         low = 0.0
         high = max(map(self.highest_rate, layouts))
         lacks = self._bound_by(prefill=True)
         rate = _FIRST_SHARE * high
         for _ in range(_HALVINGS):
-            possible = [layout for layout in layouts if rate <= self.highest_rate(layout)]
-            predictions = self._predictor.predict(possible, rate)
-            sufficient = [layout for layout in possible if not predictions[layout].missed]
+            predictions = self._predictor.predict(layouts, rate)
+            sufficient = [layout for layout in layouts if not predictions[layout].missed]
             if sufficient:
                 layouts = sorted(sufficient, key=lambda layout: self._load.nearness(predictions[layout]))
-                high = min(high, max(map(self.highest_rate, layouts)))
                 low = rate
             else:
-                lacks = predictions[possible[0]].missed
+                lacks = predictions[layouts[0]].missed
                 high = rate
             rate = (low + high) / 2
         return layouts[0], low, lacks
 
     def best_split(self, nodes: int) -> tuple[Layout, float]:
         """Return the split of so many nodes that serves the highest rate, and that rate. Raises CapacityError."""
-        layouts = [Layout(prefill, nodes - prefill) for prefill in range(1, nodes)]
-        layouts.sort(key=self.highest_rate, reverse=True)
-        split, rate, lacks = self.best(layouts[:_BEST_SPLITS])
+        split, rate, lacks = self.best(self._likely_splits(nodes))
         if not rate:
             raise CapacityError(
                 f"{counted(nodes, 'node')} cannot keep the limits at any rate: they miss {lacks}; "
@@ -235,13 +238,19 @@ class _Search:
         return Fleet(layout=_times(layout, times), prediction=prediction), lacks
 
     def _missed_without(self, split: Layout, node: Layout, rate: float) -> str:
-        """Return what a split misses without one of its nodes."""
+        """Return what a split misses without one of its nodes: what keeps its role busy all the time, or a limit."""
         full_rate = rate / (1.0 - self._headroom)
         layout = Layout(split.prefill - node.prefill, split.decode - node.decode)
-        prefill, decode = self.least_nodes(full_rate)
-        if layout.prefill < prefill or layout.decode < decode:
+        least, least_decode = self.least_nodes(full_rate)
+        if layout.nodes < least or layout.decode < least_decode:
             return self._bound_by(prefill=node.prefill == 1)
-        return self._predictor.predict([layout], full_rate)[layout].missed
+        missed = self._predictor.predict([layout], full_rate)[layout].missed
+        is_overloaded = missed and self.balanced_rate(layout) < full_rate
+        return self._bound_by(prefill=node.prefill == 1) if is_overloaded else missed
+
+
+def _at_least(nodes: float) -> int:
+    return max(1, ceil(nodes - 1e-9))
 
 
 def _of_role(role: str, nodes: int) -> Layout:
