@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock
-from pdserve.kv.layout import KVLayout, LatentSpec
+from pdserve.kv.layout import KVLayout
 
 #: Blocks of the prefix cache are in memory that attention reads: readers call it GPU, also where the device is a CPU.
 DEVICE = "GPU"
@@ -36,7 +36,7 @@ class GroupKind(NamedTuple):
 
 def group_kinds(layout: KVLayout, has_states: bool) -> list[GroupKind]:
     """Return the kinds of the KV cache groups; the last group holds snapshots, if layers have recurrent states."""
-    full = "mla_attention" if isinstance(layout.spec, LatentSpec) else "full_attention"
+    full = layout.spec.event_kind
     kinds = [GroupKind("sliding_window" if window else full, window) for window in layout.groups.windows]
     return [*kinds, GroupKind("mamba", None)] if has_states else kinds
 

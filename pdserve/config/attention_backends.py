@@ -9,7 +9,7 @@ from functools import reduce
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv.layout import divisors
+from pdserve.kv.layout import FullAttentionSpec, KVCacheSpec, divisors
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig
@@ -92,14 +92,18 @@ def problems(
     head_dim: int,
     specs: Collection[AttentionSpec] = (),
     latent: LatentConfig | None = None,
+    kind: type[KVCacheSpec] = FullAttentionSpec,
 ) -> list[str]:
     """Return why a backend cannot serve layers of these specs, dtype and head size here; empty if it can.
 
-    For a model with latents, the latents' sizes count in place of ``head_dim``.
+    For a model with latents, the latents' sizes count in place of ``head_dim``. ``kind``: of its KV cache.
     """
     if backend == "torch":
         return []
-    reasons = [None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores"]
+    reasons = [
+        None if backend in kind.attention else f"it has no attention for the KV cache of a {kind.__name__}",
+        None if all(spec.soft_cap is None for spec in specs) else "it has no soft cap of attention scores",
+    ]
     if backend == "triton":
         reasons += [
             platform.triton_problem,
@@ -141,14 +145,17 @@ def check_backend(
     head_dim: int,
     specs: Collection[AttentionSpec] = (),
     latent: LatentConfig | None = None,
+    kind: type[KVCacheSpec] = FullAttentionSpec,
 ) -> None:
     """Raise ConfigError for a backend that is unknown or cannot run."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
-    obstacles = problems(name, platform, dtype, head_dim, specs, latent)
+    obstacles = problems(name, platform, dtype, head_dim, specs, latent, kind)
     if obstacles:
         able = [
-            backend for backend in ATTENTION_BACKENDS if not problems(backend, platform, dtype, head_dim, specs, latent)
+            backend
+            for backend in ATTENTION_BACKENDS
+            if not problems(backend, platform, dtype, head_dim, specs, latent, kind)
         ]
         raise ConfigError(
             f"attention_backend {name!r} cannot run this: {'; '.join(obstacles)}. Choose auto or {', '.join(able)}"
@@ -162,6 +169,7 @@ def choose_backend(
     specs: Collection[AttentionSpec],
     v1_forced: bool,
     latent: LatentConfig | None = None,
+    kind: type[KVCacheSpec] = FullAttentionSpec,
 ) -> tuple[str, str]:
     """Return the backend that "auto" stands for, and the reason.
 
@@ -179,7 +187,7 @@ def choose_backend(
         reason = "the one for CPUs"
     refused: list[str] = []
     for name in preferred:
-        obstacles = problems(name, platform, dtype, head_dim, specs, latent)
+        obstacles = problems(name, platform, dtype, head_dim, specs, latent, kind)
         if not obstacles:
             return name, ", ".join(refused) or reason
         refused.append(f"{name} cannot run ({'; '.join(obstacles)})")

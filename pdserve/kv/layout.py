@@ -14,7 +14,7 @@ layers and heads of that rank, and its ``KVShare`` names them within the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self, get_args
 
 import msgspec
@@ -44,6 +44,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
 
     A kind of KV cache is a subclass with a tag, and an entry of ``AnyKVCacheSpec``. All else asks the spec: sizes, the
     transfer plan, digests, the compatibility hash, and the messages between nodes, which hold its fields by name.
+    ``ModelConfig.kv_cache_spec`` chooses the kind of a model.
     """
 
     num_kv_heads: int  # the model's; in a layout, the rank's
@@ -51,6 +52,9 @@ class KVCacheSpec(msgspec.Struct, frozen=True):
     dtype: str  # a key of KV_DTYPE_BYTES; may differ from the dtype that the model computes in
 
     planes: ClassVar[int]
+    attention: ClassVar[Mapping[str, str]]  # "module.Class" below runner.attention, by attention back end
+    event_kind: ClassVar[str] = "full_attention"  # kind of its groups in KV events, by vLLM's names
+    has_fp8: ClassVar[bool] = False  # whether its attention reads a cache in FP8_E4M3
     packed: ClassVar[bool] = False  # stored and logical block differ (compressed, padded): a block is never split
 
     def __post_init__(self) -> None:
@@ -90,6 +94,12 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, tag="full_attention"):
     """Keys (plane 0) and values (plane 1) of every token."""
 
     planes: ClassVar[int] = 2
+    has_fp8: ClassVar[bool] = True
+    attention: ClassVar[Mapping[str, str]] = {
+        "torch": "paged_torch.PagedTorchAttention",
+        "triton": "paged_triton.PagedTritonAttention",
+        "flashinfer": "paged_flashinfer.PagedFlashInferAttention",
+    }
 
 
 class LatentSpec(KVCacheSpec, frozen=True, tag="latent"):
@@ -99,6 +109,12 @@ class LatentSpec(KVCacheSpec, frozen=True, tag="latent"):
     """
 
     planes: ClassVar[int] = 1
+    event_kind: ClassVar[str] = "mla_attention"
+    attention: ClassVar[Mapping[str, str]] = {
+        "torch": "latent_torch.LatentTorchAttention",
+        "triton": "latent_triton.LatentTritonAttention",
+        "flashinfer": "latent_flashinfer.LatentFlashInferAttention",
+    }
 
 
 AnyKVCacheSpec = FullAttentionSpec | LatentSpec  # msgspec decodes each by its tag

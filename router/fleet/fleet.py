@@ -22,6 +22,7 @@ from router.fleet.policy import (
     NO_HINT,
     POLICIES,
     PREFIX_AWARE,
+    PREFIX_POLICIES,
     TASKS,
     FleetSnapshot,
     NodeView,
@@ -177,7 +178,7 @@ class Fleet:
 
     async def prepare(self, prefix: PromptPrefix) -> None:
         """Hash the blocks of a long prompt on a thread, so that other streams go on meanwhile."""
-        if self._policy == PREFIX_AWARE and prefix.num_tokens > _INLINE_TOKENS:
+        if self._policy in PREFIX_POLICIES and prefix.num_tokens > _INLINE_TOKENS:
             for block_size in list(self._current_members().cached):
                 await asyncio.to_thread(prefix.hashes, block_size)
 
@@ -264,7 +265,7 @@ class Fleet:
 
     def _policy_request(self, prefix: PromptPrefix) -> PolicyRequest:
         """Look the prompt up in the prefix index, if the policy uses it."""
-        if self._policy != PREFIX_AWARE:
+        if self._policy not in PREFIX_POLICIES:
             return PolicyRequest(prefix.num_tokens)
         cached: dict[str, int] = {}
         for block_size, nodes in self._current_members().cached.items():

@@ -289,12 +289,14 @@ def pooling_node(
 
 ROUND_ROBIN = "round-robin"
 LEAST_LOADED = "least-loaded"
-PREFIX_AWARE = "prefix-aware"  # the only policy that uses the prefix index
+PREFIX_AWARE = "prefix-aware"
 POLICIES: dict[str, Policy] = {
     ROUND_ROBIN: round_robin,
     LEAST_LOADED: least_loaded,
     PREFIX_AWARE: prefix_aware,
 }
+# Policies that read PolicyRequest.cached; the others get it empty.
+PREFIX_POLICIES = frozenset({PREFIX_AWARE})
 
 
 def no_serving_node(snapshot: FleetSnapshot, task: str = GENERATE) -> Overloaded:

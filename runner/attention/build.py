@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 
@@ -70,34 +71,11 @@ def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_draft
 def _build_attention(
     name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
-    if config.latent is not None:
-        return _build_latent_attention(name, config, cache, placement, max_num_seqs, max_num_keys)
+    module, _, class_name = cache.layout.spec.attention[name].partition(".")
+    attention: Callable[..., AttentionBackend] = getattr(import_module(f"runner.attention.{module}"), class_name)
     if name == "torch":
-        from runner.attention.paged_torch import PagedTorchAttention
-
-        return PagedTorchAttention(config, cache, placement)
+        return attention(config, cache, placement)
     if name == "triton":
-        from runner.attention.paged_triton import PagedTritonAttention
-
-        return PagedTritonAttention(config, cache, placement, max_num_seqs)
+        return attention(config, cache, placement, max_num_seqs)
     assert name == "flashinfer", name
-    from runner.attention.paged_flashinfer import PagedFlashInferAttention
-
-    return PagedFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)
-
-
-def _build_latent_attention(
-    name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
-) -> AttentionBackend:
-    if name == "torch":
-        from runner.attention.latent_torch import LatentTorchAttention
-
-        return LatentTorchAttention(config, cache, placement)
-    if name == "triton":
-        from runner.attention.latent_triton import LatentTritonAttention
-
-        return LatentTritonAttention(config, cache, placement, max_num_seqs)
-    assert name == "flashinfer", name
-    from runner.attention.latent_flashinfer import LatentFlashInferAttention
-
-    return LatentFlashInferAttention(config, cache, placement, max_num_seqs, max_num_keys)
+    return attention(config, cache, placement, max_num_seqs, max_num_keys)

@@ -174,7 +174,8 @@ def test_gpus_without_fp8_are_refused(capability: tuple[int, int] | None, refuse
 
 def test_latents_in_fp8_are_refused_by_name(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "deepseek_v3")
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype fp8: DeepseekV3ForCausalLM keeps latents.*use auto"):
+    problem = "kv_cache_dtype fp8: DeepseekV3ForCausalLM keeps KV of the kind latent,"
+    with pytest.raises(ConfigError, match=rf"{problem}.*use auto"):
         resolved(directory, "fp8")
     layout = resolved(directory, "auto").kv_layout
     assert (layout.spec.kind, layout.num_kv_heads, layout.head_dim) == ("latent", 1, 48)

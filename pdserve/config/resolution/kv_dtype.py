@@ -25,10 +25,11 @@ def choose_kv_dtype(options: NodeOptions, device: DeviceInfo, model: ModelConfig
     """Return the dtype of the cache for a model served in ``dtype``."""
     if options.kv_cache_dtype == "auto":
         return Resolved(dtype, "the model's")
-    if model.latent is not None:
+    spec = model.kv_cache_spec(dtype)
+    if not spec.has_fp8:
         raise ConfigError(
-            f"kv_cache_dtype {options.kv_cache_dtype}: {model.architecture} keeps latents, which no attention backend "
-            "reads in FP8; use auto"
+            f"kv_cache_dtype {options.kv_cache_dtype}: {model.architecture} keeps KV of the kind {spec.kind}, which no "
+            "attention backend reads in FP8; use auto"
         )
     if device.capability is not None and device.capability < _LEAST_CAPABILITY:
         raise ConfigError(

@@ -65,7 +65,7 @@ def calls_or_answer(calls: str, answer: str) -> str:
 
 
 def hermes_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
-    calls = _call_objects(use, "arguments", budget)
+    calls = call_objects(use, "arguments", budget)
     body = f"body: BLANKS call BLANKS {marker('</tool_call>').term}"
     return lark(*framed(use, {"body": marker("<tool_call>")}, frame), body, *calls)
 
@@ -79,7 +79,7 @@ def llama_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) 
         calls = _call_schemas(use, "parameters", budget)
     else:
         output = "output: FREE | body | begin_free body again"
-        calls = _call_objects(use, "parameters", budget)
+        calls = call_objects(use, "parameters", budget)
     return lark(
         *_after_reasoning("called again", frame.reasoning),
         output,
@@ -109,7 +109,7 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget
         f'body: BLANKS "[" call {more} "]" | BLANKS named',
         alternatives("named", len(named)),
         *named,
-        *_call_objects(use, "arguments", budget),
+        *call_objects(use, "arguments", budget),
     )
 
 
@@ -197,7 +197,7 @@ def begin_rule(name: str, text: str, marker: Marker, regex: str = "(?s:.*)") -> 
     return f"{name}{lazy}: {text} {marker.term}"
 
 
-def _call_objects(use: ToolUse, key: str, budget: Budget) -> Sequence[str]:
+def call_objects(use: ToolUse, key: str, budget: Budget) -> Sequence[str]:
     """Rules ``call`` for an object with name and arguments, and ``arguments_0`` … for the arguments alone."""
     lines = [alternatives("call", len(use.tools))]
     for index, tool in enumerate(use.tools):
@@ -209,7 +209,7 @@ def _call_objects(use: ToolUse, key: str, budget: Budget) -> Sequence[str]:
 
 
 def _call_schemas(use: ToolUse, key: str, budget: Budget) -> Sequence[str]:
-    """Rules ``call`` like those of ``_call_objects``, all of it JSON.
+    """Rules ``call`` like those of ``call_objects``, all of it JSON.
 
     llguidance's lexer takes the longest lexeme and never returns: after the brace of a literal an answer that begins
     with a brace, too, would be lost. In JSON all lexemes are alike.
