@@ -62,7 +62,7 @@ def make_parser() -> CommandParser:
         type=_sample,
         default=0,
         metavar="N",
-        help="requests of each simulation, or the first ones of a trace (default: more for more nodes, shorter outputs)",
+        help="requests of each simulation, or first ones of a trace (default: more for more nodes, shorter outputs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
