@@ -40,6 +40,7 @@ OTHERS = {
     "NO_DRAFTS",
     "NO_PULL",
     "H100",
+    "H100_COSTS",
     "_MANY",
     "_MOST_OPTIONS",
     "_MOST_STEPS",
