@@ -29,9 +29,9 @@ from engine.executor.rank import Ranks
 from engine.executor.rank_processes import LaunchedRank, launch_rank
 from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.cache_parts import CacheParts
-from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.peer_kv import PeerKV
+from engine.kv_events.recorder import recorder_of
 from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
@@ -84,8 +84,7 @@ def _serve(channel: Channel, heartbeats: socket.socket, launched: Sequence[Launc
     if configure.config.costs is None:
         grammars.load()
     scheduler = make_scheduler(configure.config, ranks, grammars, configure.agent)
-    if configure.kv_events:
-        scheduler.connector.report.record(NetChanges())
+    scheduler.connector.report.record(recorder_of(configure))
     engine = Engine(scheduler, ranks, channel, configure.config.parallel.pp)
     channel.suspects = engine.suspects
     gc.collect()
