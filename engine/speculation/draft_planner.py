@@ -180,10 +180,11 @@ class DraftPlanner(Drafting):
         for seq, drafts in output.drafts:
             sequence = of_seq[seq]
             if _may_draft(sequence):
-                self._acceptance_of(sequence, ModelDrafts)
-                source = _drafts_of(sequence).source
-                assert isinstance(source, ModelDrafts)
-                source.put(len(sequence.token_ids), drafts)
+                planned = _drafts_of(sequence)
+                if planned.source is None:
+                    self._begin(planned, ModelDrafts)
+                assert isinstance(planned.source, ModelDrafts)
+                planned.source.put(len(sequence.token_ids), drafts)
 
     def _count_verified(self, decodes: Collection[Sequence], plan: StepPlan, output: StepOutput) -> None:
         """Count what the decodes of an applied step have yielded, as far as their drafts came with its plan."""
@@ -203,13 +204,13 @@ class DraftPlanner(Drafting):
         gain = 0.0
         num_drafts = 0
         for sequence in sequences:
+            drafts = _drafts_of(sequence)
             limit = _draft_limit(sequence, self._most)
             if limit <= 0:
                 continue
-            acceptance = self._acceptance_of(sequence, make_source)
+            acceptance = drafts.acceptance or self._begin(drafts, make_source)
             worth = limit if self._always else acceptance.worth(least, limit)
             if worth and not sequence.in_flight and num_drafts + worth <= room:
-                drafts = _drafts_of(sequence)
                 if sequence.constraint is not None and not sequence.constraint.fixed:
                     drafts.use(sequence.constraint.drafts[:worth])
                 else:
@@ -217,7 +218,7 @@ class DraftPlanner(Drafting):
                 num_drafts += drafts.num_next
                 gain += acceptance.gain(drafts.num_next)
             else:
-                self._probe(sequence, acceptance)
+                self._probe(sequence, drafts, acceptance)
         if num_drafts and not self._always and not self._pays(len(sequences), gain, num_drafts):
             for sequence in sequences:
                 _drafts_of(sequence).use(())
@@ -227,24 +228,22 @@ class DraftPlanner(Drafting):
         most = min(self._most, sequence.max_length - len(sequence.token_ids) - 1)
         if self._make_source is None or most <= 0 or not _may_draft(sequence):
             return ()
-        acceptance = self._acceptance_of(sequence, self._make_source)
+        drafts = _drafts_of(sequence)
+        acceptance = drafts.acceptance or self._begin(drafts, self._make_source)
         if worth := most if self._always else acceptance.worth(self._least, most):
-            return _drafts_of(sequence).propose(sequence.token_ids, worth)
-        self._probe(sequence, acceptance)
+            return drafts.propose(sequence.token_ids, worth)
+        self._probe(sequence, drafts, acceptance)
         return ()
 
-    def _probe(self, sequence: Sequence, acceptance: Acceptance) -> None:
+    def _probe(self, sequence: Sequence, drafts: PlannedDrafts, acceptance: Acceptance) -> None:
         """Measure how often drafts would be right, if a probe is due; synthetic drafts need none."""
         if self._synthetic is None and acceptance.probe_due(len(sequence.token_ids)):
-            _drafts_of(sequence).probe(sequence.token_ids, self._most)
+            drafts.probe(sequence.token_ids, self._most)
 
-    def _acceptance_of(self, sequence: Sequence, make_source: Callable[[], DraftSource]) -> Acceptance:
+    def _begin(self, drafts: PlannedDrafts, make_source: Callable[[], DraftSource]) -> Acceptance:
         """Return the acceptance of a sequence, which has a source from now on."""
-        drafts = _drafts_of(sequence)
-        acceptance = drafts.acceptance
-        if acceptance is None:
-            acceptance = Acceptance(self._most, self._of_all, sure=self._by_model)
-            drafts.begin(make_source(), acceptance)
+        acceptance = Acceptance(self._most, self._of_all, sure=self._by_model)
+        drafts.begin(make_source(), acceptance)
         return acceptance
 
     def _pays(self, num_decodes: int, gain: float, num_drafts: float, gap: float = 0.0) -> bool:
@@ -260,7 +259,8 @@ class DraftPlanner(Drafting):
     def _launch(self, sequence: Sequence, step: int) -> ScheduledSequence:
         """Launch a decode with as many of its drafts as fit into its blocks."""
         table = sequence.table
-        planned = _drafts_of(sequence)
+        planned = sequence.drafts
+        assert isinstance(planned, PlannedDrafts)
         num_drafts = min(planned.num_next, min(table.capacity, table.covered) - sequence.length)
         if (drafts := planned.take(sequence.seq, num_drafts)) is not None:
             self._drafts.append(drafts if self._synthetic is None else self._with_synthetic(drafts, self._synthetic))
