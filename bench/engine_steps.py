@@ -35,8 +35,8 @@ import msgspec
 
 from cli.plan.costs import Costs, Shape, costs_as_toml, rising
 from node.engine_client import EngineClient
-from node.frontend_flags import KVEventOptions
 from node.kv_events.event_log import group_kinds
+from node.kv_events.options import KVEventOptions
 from node.kv_events.publisher import KVEventPublisher
 from node.launched_engine import launch_engine
 from node.request_events import Event
@@ -184,7 +184,7 @@ async def run(args: argparse.Namespace) -> None:
     config = resolve(node_options, devices[0])
     if config.uncompiled_kernels:  # later starts have FlashInfer
         config = resolve(msgspec.structs.replace(node_options, attention_backend="flashinfer"), devices[0])
-    engine = EngineClient(config, "", RankPlacement(devices), launch_engine(len(devices)), kv_events=args.kv_events)
+    engine = EngineClient(config, "", RankPlacement(devices), launch_engine(len(devices)), cache_changes=args.kv_events)
     publisher = None
     if args.kv_events:
         options = KVEventOptions("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")

@@ -31,7 +31,8 @@ from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.executor.rank import Ranks
 from engine.executor.rank_processes import launch_rank
-from engine.kv_cache.cache_recorder import CacheRecorder, NetChanges
+from engine.kv_cache.cache_recorder import CacheRecorder
+from engine.kv_events.recorder import NetChanges
 from engine.process import make_scheduler
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler

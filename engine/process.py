@@ -22,7 +22,6 @@ from functools import partial
 
 import runner
 from engine.channel import Channel, ChannelClosed
-from engine.draft_source import ModelDrafts
 from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.executor.idle_step import measure_idle_step
@@ -30,24 +29,21 @@ from engine.executor.rank import Ranks
 from engine.executor.rank_processes import LaunchedRank, launch_rank
 from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.cache_parts import CacheParts
-from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.peer_kv import PeerKV
+from engine.kv_events.recorder import recorder_of
 from engine.peers.connected_peers import ConnectedPeers
-from engine.scheduler.drafting import DraftOptions, SyntheticDrafts
 from engine.scheduler.grammar_workers import GrammarWorkers
-from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.speculation.build import build_drafting
 from engine.tiers.build import build_tiers
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.node_options import EAGLE3, LOOKUP, MTP
 from pdserve.errors import PdserveError
 from pdserve.host.process import EXIT_FAILED, end_with_parent, log_failure
 from pdserve.ipc.frames import framed
 from pdserve.ipc.messages import Configure, Failed, Heartbeat, Shutdown
 from pdserve.logs import chosen_format, set_process_fields, setup_logging
-from runner.simulated import acceptance_rate
 
 _log = logging.getLogger(__name__)
 
@@ -88,8 +84,7 @@ def _serve(channel: Channel, heartbeats: socket.socket, launched: Sequence[Launc
     if configure.config.costs is None:
         grammars.load()
     scheduler = make_scheduler(configure.config, ranks, grammars, configure.agent)
-    if configure.kv_events:
-        scheduler.connector.report.record(NetChanges())
+    scheduler.connector.report.record(recorder_of(configure))
     engine = Engine(scheduler, ranks, channel, configure.config.parallel.pp)
     channel.suspects = engine.suspects
     gc.collect()
@@ -121,22 +116,6 @@ def _send_heartbeat(sock: socket.socket, heartbeat: Heartbeat) -> None:
         sock.send(framed(heartbeat))
 
 
-_DRAFT_SOURCES: dict[str, type[PromptLookup | ModelDrafts]] = {
-    LOOKUP: PromptLookup,
-    MTP: ModelDrafts,
-    EAGLE3: ModelDrafts,
-}
-
-
-def _draft_options(config: NodeConfig) -> DraftOptions:
-    most = config.max_drafts
-    always = config.options.always_draft
-    if config.costs is None and config.options.synthetic_acceptance is not None:
-        rate = acceptance_rate(config.options.synthetic_acceptance, most)
-        return DraftOptions(most, SyntheticDrafts, always, rate)
-    return DraftOptions(most, _DRAFT_SOURCES.get(config.speculate), always)
-
-
 def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, agent: str) -> Scheduler:
     """Return the scheduler of a node with these ranks. ``agent`` is the connector's name; empty for none."""
     # On a CPU the first decodes tell it soon. With stages, a step of one sequence passes them one after the other.
@@ -146,10 +125,10 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
             config,
             ranks.kv_layout,
             ranks.state_layout,
-            drafts=_draft_options(config),
             idle_step=measure_idle_step(ranks) if measures else 0.0,
         ),
         connector=_connector_factory(config, ranks, agent),
+        drafting=build_drafting(config),
         grammars=grammars,
         clock=time.monotonic,
     )

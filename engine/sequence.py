@@ -8,7 +8,7 @@ A sequence has parts. Each part is written by its own methods and by one module;
 | ``table``      | blocks with its KV                      | kv_cache/kv_cache_manager.py               |
 | ``state``      | slots with its recurrent state          | kv_cache/state_slots.py                    |
 | ``split``      | a load beside steps that compute a part | scheduler/loads.py                         |
-| ``drafts``     | guesses of its next tokens              | scheduler/drafting.py                      |
+| ``drafts``     | guesses of its next tokens              | scheduler/drafting.py, an extra           |
 | ``constraint`` | grammar and token rules                 | scheduler/grammar_constraints.py           |
 """
 
@@ -18,7 +18,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from engine.request import Request
-from engine.sequence_parts import BlockTable, Constraint, SequenceDrafts, SplitLoad
+from engine.sequence_parts import NO_SEQUENCE_DRAFTS, BlockTable, Constraint, SequenceDrafts, SplitLoad
 from engine.sequence_state import SequenceState
 from pdserve.hashing import BlockHashes
 from pdserve.kv.states import NO_SLOT
@@ -55,7 +55,7 @@ class Sequence:
     for_peer: bool = field(init=False)  # on P: a peer takes it over
     decode_item: ScheduledSequence = field(init=False)  # its part of a step while it decodes
     table: BlockTable = field(default_factory=BlockTable)
-    drafts: SequenceDrafts = field(default_factory=SequenceDrafts)
+    drafts: SequenceDrafts = NO_SEQUENCE_DRAFTS
     state: SequenceState | None = None  # None: no recurrent layers, or no blocks yet
     split: SplitLoad | None = None  # None: steps compute no part of a load
     constraint: Constraint | None = None  # None: any token may follow
@@ -150,23 +150,6 @@ class Sequence:
         return self.length == self.prompt_len + 1 or not self.in_flight
 
     @property
-    def may_draft(self) -> bool:
-        return not (self.request.sampling.disable_spec_decode or self.request.lacks_draft_kv)
-
-    def draft_limit(self, most: int) -> int:
-        """Return how many drafts, up to ``most``, its next decode may have: no more tokens than its output may grow by.
-
-        A masked sequence has the drafts that its masks cover. No draft passes the next snapshot of a recurrent state.
-        """
-        if not self.may_draft:
-            return 0
-        if self.state is not None:
-            most = min(most, self.state.draft_limit(self.num_launched))
-        if self.constraint is not None and not self.constraint.fixed:
-            most = min(most, len(self.constraint.drafts))
-        return min(most, self.max_length - self.length - 1)
-
-    @property
     def end_here(self) -> int:
         """End of the prompt, or of the part of it that steps compute beside a load."""
         return self.prompt_len if self.split is None else self.split.meeting
@@ -197,6 +180,10 @@ class Sequence:
         num_tokens = len(self.token_ids) - self.charged
         self.charged += num_tokens
         return num_tokens
+
+    def draft_from(self, drafts: SequenceDrafts) -> None:
+        """Let its further decodes have these drafts."""
+        self.drafts = drafts
 
     def end(self) -> None:
         self.ended = True

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.acceptance import Acceptance
-from engine.draft_source import DraftSource
 from engine.token_rules import ChoiceRules
 from pdserve.grammar import Grammar, Matcher
-from pdserve.records import Drafts
 
 ALL_TOKENS = 1 << 62
 
@@ -68,55 +64,18 @@ class SplitLoad:
     given_up: bool = False  # its KV will not be used
 
 
-@dataclass(slots=True, eq=False)
 class SequenceDrafts:
-    """Drafts of the next decode of a sequence, and where they come from."""
+    """Drafts of the next decode of a sequence. This one has none, for all sequences of a node without speculation."""
 
-    source: DraftSource | None = None  # guesses its next tokens; None until its first draft
-    acceptance: Acceptance | None = None  # how often its drafts are right
+    __slots__ = ()
     num_next: int = 0  # drafts that its next decode should have
-    token_ids: tuple[int, ...] = ()  # tokens of these drafts, if they come with the plan
-    yielded: tuple[int, ...] = ()  # tokens of its last decode with drafts of a plan, until the runner is told
     verifying: bool = False  # a step in flight verifies drafts of a plan
-
-    def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
-        """Return up to ``most`` drafts that follow ``token_ids``."""
-        assert self.source is not None
-        assert self.acceptance is not None
-        drafts = self.source.propose(token_ids, most)
-        self.acceptance.proposed(drafts)
-        return drafts
-
-    def probe(self, token_ids: array[int], most: int) -> None:
-        """Find out how often drafts would be right."""
-        assert self.source is not None
-        assert self.acceptance is not None
-        self.acceptance.probe(token_ids, self.source.propose(token_ids, most))
-
-    def use(self, token_ids: tuple[int, ...]) -> None:
-        """Let the next decode verify these drafts."""
-        self.token_ids = token_ids
-        self.num_next = len(token_ids)
-
-    def take(self, seq: int, num_drafts: int) -> Drafts | None:
-        """Return the drafts that the runner needs for the next decode; None if it has them or needs none."""
-        drafts = self.token_ids[:num_drafts]
-        yielded = self.yielded
-        self.use(())
-        self.yielded = ()
-        self.verifying = bool(drafts)
-        return Drafts(seq, drafts, yielded) if drafts or yielded else None
-
-    def count_verified(self, num_drafts: int, token_ids: tuple[int, ...]) -> None:
-        """Count the tokens that a decode with drafts of a plan has yielded."""
-        assert self.acceptance is not None
-        self.acceptance.count(num_drafts, len(token_ids) - 1)
-        self.verifying = False
-        self.yielded = token_ids
 
     def forget_yielded(self) -> None:
         """The runner gets all tokens of the sequence: it need not be told the last ones."""
-        self.yielded = ()
+
+
+NO_SEQUENCE_DRAFTS = SequenceDrafts()
 
 
 @dataclass(slots=True, eq=False)

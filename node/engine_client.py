@@ -51,13 +51,13 @@ class EngineClient:
         placement: RankPlacement,
         launched: LaunchedEngine,
         *,
-        kv_events: bool = False,
+        cache_changes: bool = False,
     ) -> None:
         """``launched`` is the process of the first start.
 
-        With ``kv_events``, batches have the prefix cache's changes with tokens.
+        With ``cache_changes``, batches have the prefix cache's changes with tokens.
         """
-        self._kv_events = kv_events
+        self._cache_changes = cache_changes
         self._launched: LaunchedEngine | None = launched
         self._agent = agent
         self._placement = placement
@@ -102,7 +102,7 @@ class EngineClient:
         num_ranks = 0 if config.device.kind == "simulated" else len(self._placement.devices)
         await self._process.take_over(launched or launch_engine(num_ranks))
         self.monitor.restart()
-        self.send(Configure(config, agent, self._placement, peer, self._kv_events))
+        self.send(Configure(config, agent, self._placement, peer, self._cache_changes))
         ready = await self._started
         self.ranks = ready.ranks
         self.kv_layout = ready.kv_layout

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-import msgspec
-
+from node.kv_events.flags import KVEventFlags as ListenerOptions  # listens to the prefix cache
 from pdserve.errors import ConfigError
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import DRAIN_SECONDS, LIFELINE_FD, STATUS_FD, drain_flag
@@ -18,16 +17,7 @@ from pdserve.tracing.trace_flags import TRACES
 _WILDCARDS = ("0.0.0.0", "::", "[::]", "")
 
 
-class KVEventOptions(NamedTuple):
-    """Where and how a node publishes KV events (node/kv_events/). Endpoints are ZeroMQ's."""
-
-    endpoint: str
-    replay_endpoint: str = ""  # empty: no replays
-    topic: str = ""
-    as_maps: bool = True  # events; else arrays
-
-
-class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
+class FrontendOptions(ListenerOptions, frozen=True, kw_only=True):
     """Network, identity, logs and parent process of a node."""
 
     host: Annotated[str, Flag("address to listen on", group="network")] = "127.0.0.1"
@@ -51,30 +41,6 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
             group="network",
         ),
     ] = None
-    kv_events_endpoint: Annotated[
-        str,
-        Flag(
-            "publish changes of the prefix cache there over ZeroMQ, as vLLM's KV events, such as tcp://*:5557",
-            metavar="ENDPOINT",
-            unset="none",
-            group="network",
-        ),
-    ] = ""
-    kv_events_replay_endpoint: Annotated[
-        str,
-        Flag(
-            "replay KV events there that a subscriber has missed, such as tcp://*:5558",
-            metavar="ENDPOINT",
-            unset="none",
-            group="network",
-        ),
-    ] = ""
-    kv_events_topic: Annotated[
-        str, Flag("topic of KV events", metavar="TOPIC", unset="kv@ADDRESS@MODEL", group="network")
-    ] = ""
-    kv_events_format: Annotated[
-        str, Flag("a KV event is a map, or an array for older readers", choices=("map", "array"), group="network")
-    ] = "map"
     drain_timeout: Annotated[float, drain_flag("it is handed over to other nodes").within("network")] = DRAIN_SECONDS
     allow_weight_changes: Annotated[
         str,
@@ -92,19 +58,6 @@ class FrontendOptions(msgspec.Struct, frozen=True, kw_only=True):
     traces: Annotated[str, TRACES.within("logs and traces")] = ""
     status_fd: Annotated[int | None, STATUS_FD.within("for the parent process")] = None
     lifeline_fd: Annotated[int | None, LIFELINE_FD.within("for the parent process")] = None
-
-    def kv_events(self, topic: str) -> KVEventOptions | None:
-        """Return the options of KV events, with the default ``topic``; None: no events. Raises ConfigError."""
-        if not self.kv_events_endpoint:
-            if self.kv_events_replay_endpoint or self.kv_events_topic:
-                raise ConfigError("options of KV events without --kv-events-endpoint: add it, such as tcp://*:5557")
-            return None
-        return KVEventOptions(
-            self.kv_events_endpoint,
-            self.kv_events_replay_endpoint,
-            self.kv_events_topic or topic,
-            as_maps=self.kv_events_format == "map",
-        )
 
     def address(self, port: int) -> str:
         """Return the ``host:port`` for others to connect to, given the bound ``port``."""

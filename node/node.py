@@ -18,11 +18,12 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 
 from node import request_checks
+from node.cache_listener import NO_LISTENER, CacheListener
 from node.context import NodeContext, Role
 from node.drain import ShutdownSignals, drain
 from node.health import Health, NodeState
@@ -41,9 +42,6 @@ from pdserve.ipc.heartbeat_monitor import LivenessWatch
 from pdserve.ipc.messages import EventBatch, Ping, Progress
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.weights.change import ABORT, WeightChange
-
-if TYPE_CHECKING:
-    from node.kv_events.publisher import KVEventPublisher  # imports ZeroMQ
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class Node:
         *,
         address: str,
         weights_root: str = "",
-        kv_events: KVEventPublisher | None = None,
+        cache_listener: CacheListener = NO_LISTENER,
     ) -> None:
         """``address`` is the server's, as other processes reach it.
 
@@ -83,7 +81,7 @@ class Node:
         self._address = address
         self._watch = LivenessWatch(self._engine.monitor, lambda: self._engine.send(Ping()))
         self._reports = NodeReports(lambda: describe(context, role))
-        self._kv_events = kv_events
+        self._cache_listener = cache_listener
         self._engine.on_batch = self._on_batch
         self._engine.on_progress = self._on_progress
         self._health = Health(server, (NODE_SERVICE, WEIGHTS_SERVICE, *role.services))
@@ -156,15 +154,13 @@ class Node:
 
     def _on_batch(self, batch: EventBatch) -> None:
         self._reports.on_batch(batch)
-        if self._kv_events is not None:
-            for changes in batch.cache_changes:
-                self._kv_events.publish(changes)
+        for changes in batch.cache_changes:
+            self._cache_listener.publish(changes)
 
     def _begin_engine(self) -> None:
-        """Reset reports and KV events, as an engine starts or has ended."""
+        """Reset reports and what listens to the cache, as an engine starts or has ended."""
         self._reports.begin_engine()
-        if self._kv_events is not None:
-            self._kv_events.clear()
+        self._cache_listener.clear()
 
     async def _load(self) -> None:
         started = time.monotonic()

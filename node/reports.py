@@ -18,7 +18,7 @@ from functools import reduce
 from operator import xor
 
 from pdserve.hashing import SHORT_HASH_BYTES
-from pdserve.ipc.kv_events import KVEvents
+from pdserve.ipc.key_changes import KeyChanges
 from pdserve.ipc.messages import EventBatch, Status
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
@@ -97,7 +97,7 @@ class ReportSubscriber:
     def __init__(self, cached: dict[bytes, None]) -> None:
         self.changed = asyncio.Event()
         self._reported: Status | None = None
-        self._changes = KVEvents[bytes]()
+        self._changes = KeyChanges[bytes]()
         self._changes.add(*cached)
 
     def on_batch(self, batch: EventBatch) -> None:

@@ -65,16 +65,9 @@ async def serve(
     epoch = new_epoch()
     has_connector = role.uses_connector and config.pooling is None
     agent = f"{node_id}-{epoch}" if has_connector else ""  # stale references to an earlier epoch cannot match
-    kv_events = None
-    if (events := frontend.kv_events(f"kv@{address}@{config.served_model_name}")) is not None:
-        from node.kv_events.event_log import group_kinds
-        from node.kv_events.publisher import KVEventPublisher  # imports ZeroMQ
-
-        kv_events = KVEventPublisher(
-            events, group_kinds(config.kv_layout, config.model.state is not None), config.kv_layout.block_size
-        )
+    cache_listener = frontend.cache_listener(config, address)
     placement = RankPlacement(devices, local.leader, local.timeout)
-    engine = EngineClient(config, agent, placement, launched, kv_events=kv_events is not None)
+    engine = EngineClient(config, agent, placement, launched, cache_changes=cache_listener.listens)
     tracer = make_tracer(frontend.traces, role.name, node_id)
     context = NodeContext(
         role=role.name,
@@ -94,21 +87,19 @@ async def serve(
         status,
         address=address,
         weights_root=frontend.allow_weight_changes,
-        kv_events=kv_events,
+        cache_listener=cache_listener,
     )
     try:
         await node.start_server()
         if metrics_server is not None:
             await metrics_server.start(exported_registry(node.metrics, lambda: engine.pid))
-        if kv_events is not None:
-            kv_events.start()
+        cache_listener.start()
         status.listening(address)
         _log.info("node %s (epoch %s) listens on %s", node_id, epoch, address)
         await node.run(signals, frontend.drain_timeout)
     finally:
         await node.close()
-        if kv_events is not None:
-            kv_events.close()
+        cache_listener.close()
         if metrics_server is not None:
             metrics_server.close()
         tracer.close()

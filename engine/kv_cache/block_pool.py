@@ -22,7 +22,7 @@ from itertools import islice
 from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.free_runs import FreeRuns
 from pdserve.ipc.cache_changes import BlockKey
-from pdserve.ipc.kv_events import KVEvents
+from pdserve.ipc.key_changes import KeyChanges
 from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups, Windows, first_seen
 
 ONE_GROUP = KVCacheGroups()
@@ -72,7 +72,7 @@ class BlockPool:
         self._block_size = block_size
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups.windows]  # [group][hash]
         self._key_of: dict[int, BlockKey] = {}
-        self.events = KVEvents[bytes]()
+        self.events = KeyChanges[bytes]()
         self.recorder = CacheRecorder()
         self.watcher = CacheWatcher()
 

@@ -1,16 +1,15 @@
-"""Records the changes of the prefix cache for KV events: which blocks entered it, with their tokens, and which left."""
+"""Changes of the prefix cache with the tokens of its blocks, as the core tells of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from engine.sequence import Sequence
-from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
-from pdserve.ipc.kv_events import KVEvents
+from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium
 
 
 class CacheRecorder:
-    """Records nothing: the recorder of a node that publishes no KV events."""
+    """The interface, and a node whose changes are not recorded. engine/kv_events/ records them."""
 
     def store(self, sequence: Sequence, index: int, group: int) -> None:
         """Logical block ``index`` of a sequence has entered the cache of a group."""
@@ -21,77 +20,13 @@ class CacheRecorder:
     def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
         """A tier behind the cache has a block now, or has lost it."""
 
+    def states(self, group: int) -> CacheRecorder:
+        """Return the recorder of snapshots of recurrent states, which are blocks of this further group."""
+        return self
+
     def clear(self) -> None:
         """The cache has been emptied, with all tiers."""
 
     def take(self) -> list[CacheChanges]:
         """Return and forget the changes since the last call: one record, or none."""
         return []
-
-
-class NetChanges(CacheRecorder):
-    """Keeps net changes, so it never outgrows the cache: a block that entered and left between two calls is no change.
-
-    Hashes and tokens of a stored block are copied: they are read in another process.
-    """
-
-    def __init__(self) -> None:
-        self._cleared = False
-        self._stored: dict[BlockKey, StoredBlock] = {}  # oldest first
-        self._removed: dict[BlockKey, None] = {}
-        self._tiers = {medium: KVEvents[BlockKey]() for medium in Medium}
-
-    def store(self, sequence: Sequence, index: int, group: int) -> None:
-        hashes = sequence.hashes
-        block_hash, parent = hashes.link(index)
-        key = group, block_hash
-        if key in self._removed:
-            del self._removed[key]
-            return
-        size = hashes.block_size
-        tokens = sequence.token_ids[index * size : (index + 1) * size].tobytes()
-        self._stored[key] = StoredBlock(group, block_hash, parent, tokens, sequence.request.cache_salt)
-
-    def remove(self, keys: Collection[BlockKey]) -> None:
-        for key in keys:
-            if self._stored.pop(key, None) is None:
-                self._removed[key] = None
-
-    def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
-        changes = self._tiers[medium]
-        (changes.add if added else changes.remove)(key)
-
-    def clear(self) -> None:
-        self._cleared = True
-        self._stored.clear()
-        self._removed.clear()
-        for changes in self._tiers.values():
-            changes.clear()
-
-    def take(self) -> list[CacheChanges]:
-        tiers = [TierChanges(medium, *reversed(tier.take())) for medium, tier in self._tiers.items() if tier]
-        if not (self._cleared or self._stored or self._removed or tiers):
-            return []
-        changes = CacheChanges(self._cleared, list(self._removed), list(self._stored.values()), tiers)
-        self._cleared = False
-        self._stored.clear()
-        self._removed.clear()
-        return [changes]
-
-
-class StateRecorder(CacheRecorder):
-    """Records snapshots of recurrent states as blocks of one more group, behind those of the KV cache."""
-
-    def __init__(self, recorder: CacheRecorder, group: int) -> None:
-        self._recorder = recorder
-        self._group = group
-
-    def store(self, sequence: Sequence, index: int, group: int) -> None:
-        self._recorder.store(sequence, index, self._group)
-
-    def remove(self, keys: Collection[BlockKey]) -> None:
-        self._recorder.remove([(self._group, block_hash) for _, block_hash in keys])
-
-    def tier_changed(self, medium: Medium, key: BlockKey, *, added: bool) -> None:
-        _, block_hash = key
-        self._recorder.tier_changed(medium, (self._group, block_hash), added=added)

@@ -1,12 +1,12 @@
-"""Report of the prefix cache: what routers and KV events learn of its blocks."""
+"""Report of the prefix cache: what routers learn of its blocks, and the record of a ``CacheRecorder``."""
 
 from __future__ import annotations
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cache_recorder import CacheRecorder, StateRecorder
+from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_cache.states import States
 from pdserve.ipc.cache_changes import CacheChanges
-from pdserve.ipc.kv_events import KVEvents
+from pdserve.ipc.key_changes import KeyChanges
 
 
 class CacheReport:
@@ -14,17 +14,17 @@ class CacheReport:
         self._pool = pool
         self._states = states
         #: With tiers, hashes that appeared on the device or in a tier, and hashes that are in neither any more.
-        self.anywhere: KVEvents[bytes] | None = None
+        self.anywhere: KeyChanges[bytes] | None = None
 
     def record(self, recorder: CacheRecorder) -> None:
         """Record all further changes of the prefix cache; snapshots of states are in a group of their own."""
         self._pool.recorder = recorder
-        self._states.pool.recorder = StateRecorder(recorder, self._pool.groups.num_groups)
+        self._states.pool.recorder = recorder.states(self._pool.groups.num_groups)
 
     def take(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
         """Return the hashes of blocks that became available and that were evicted since the last call.
 
-        The third part has these changes for KV events, if the node publishes any.
+        The third part is the record of these changes, if there is a recorder.
         """
         added, evicted = self._pool.events.take()
         if self.anywhere is not None:

@@ -5,7 +5,7 @@ block, and the block pool has one owner.
 
     peers     what other nodes give and take (peer_kv.py, engine/peers/)
     tiers     host memory and disk behind the prefix cache (tiers.py, engine/tiers/)
-    report    what routers and KV events learn of the prefix cache (cache_report.py)
+    report    what the frontend learns of the prefix cache (cache_report.py)
 
 | vLLM's scheduler side          | here                                                                     |
 |--------------------------------|--------------------------------------------------------------------------|

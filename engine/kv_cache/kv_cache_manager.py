@@ -196,7 +196,7 @@ class KVCacheManager:
         """Empty the prefix cache, and the tiers behind it."""
         self._connector.tiers.forget()
         self._states.pool.forget_cached()
-        self._pool.forget_cached()  # last: KV events say that the whole cache is empty
+        self._pool.forget_cached()  # last: records say that the whole cache is empty
 
     def received(self, sequence: Sequence, num_tokens: int) -> None:
         """All KV of a load is here, cached or read from a peer: that of the first ``num_tokens`` tokens."""

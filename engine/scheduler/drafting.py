@@ -1,262 +1,58 @@
-"""Drafts: guesses of next tokens, which a decode verifies beside its newest token (docs/speculation.md).
-
-They come from a ``DraftSource`` of the engine, or a simulated runner makes them. A source reads the tokens so far, or
-what the model has predicted behind the last step, so the engine waits for them:
-
-    step        t d1 d2 d3        t: the newest token
-    applied     s1 s2 s3          d1 and d2 were right
-    next step   s3 e1 e2 e3       planned now, and not while the step was in flight
-
-While no drafts are worth that, steps are planned while others are in flight, as without drafts. A simulated runner
-knows the tokens itself; then the next step is planned while this one is in flight.
-
-The model predicts only behind steps whose plan asks for it (``StepPlan.drafts_ahead``).
-"""
+"""Drafts of decodes, as the scheduler sees them. engine/speculation/ plans them (docs/speculation.md)."""
 
 from __future__ import annotations
 
-import random
-from array import array
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
-import msgspec
-
-from engine.acceptance import Acceptance
-from engine.draft_source import DraftSource, ModelDrafts
 from engine.kv_cache.kv_cache_manager import KVCacheManager
+from engine.scheduler.microbatch import StepSequences
+from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import StepBuilder
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import Totals
-from pdserve.records import Drafts, ScheduledSequence, StepOutput, StepPlan
-
-_MANY = 1 << 30
-_GROWTH = 4  # times the drafts that were measured in one step
-_GAP_SHARE = 0.05  # weight of the latest gap
-_ASK_EVERY = 64  # steps after which the model predicts again, to find out whether its drafts would be right
-
-
-class DraftOptions(NamedTuple):
-    """Each sequence gets a source of drafts; without sources a simulated runner drafts."""
-
-    most: int  # drafts of a decode; 0: none
-    make_source: Callable[[], DraftSource] | None = None
-    always: bool = False  # also drafts that are not worth their time
-    synthetic: float | None = None  # probability that a draft is accepted, whatever is sampled; for benchmarks
-
-
-NO_DRAFTS = DraftOptions(0)
+from pdserve.ipc.messages import EventBatch, Totals
+from pdserve.records import StepOutput, StepPlan
 
 
 class Drafting:
-    """Decides how many drafts each decode has, and which.
-
-    Let n sequences decode in t seconds, c be the seconds that a draft adds to a step, and p the probability that it is
-    accepted. It is worth its time if p / c exceeds n / t, the tokens per second without it. All of a step's drafts
-    together also have to make up for the other costs of a step with drafts, and for the time in which the device waits
-    for the host before it. The costs are measured (engine/step_cost_meter.py), p follows from each sequence's recent
-    drafts (engine/acceptance.py). There are no drafts before a step without drafts has been measured.
-    A step has at most the drafts of one sequence, or four times as many as have been measured.
-    """
-
-    def __init__(
-        self, options: DraftOptions, kv: KVCacheManager, meter: StepCostMeter, totals: Totals, stages: int
-    ) -> None:
-        self._most, self._make_source, self._always, self._synthetic = options
-        self._random = random.Random(0)
-        self._kv = kv
-        self._meter = meter
-        self._stages = stages
-        self._by_model = self._make_source is ModelDrafts
-        self._ahead = 0  # drafts that the model makes behind the latest step
-        self._unasked = 0  # steps since it made some
-        self._gap = _HostGap(totals)
-        self._of_all = Acceptance(self._most, sure=self._by_model)
-        if self._synthetic is not None:
-            self._of_all.rate = self._synthetic
-        self._least = 1.0  # probability of a draft that is worth its time
-        self._num_drafts = 0  # drafts in the step being planned
-        self._drafts: list[Drafts] = []  # drafts from sources, for the step being planned
+    """The interface, and a node without speculation."""
 
     def must_wait(self, running: Collection[Sequence]) -> bool:
-        """Whether no step is planned before the one in flight has ended, since drafts follow its tokens.
-
-        All sequences wait then: two steps of some cost more than one of all. Pipeline stages compute others meanwhile.
-        """
-        if self._make_source is None or self._stages > 1:
-            return False
-        decodes = [sequence for sequence in running if sequence.decodes_here]
-        if any(sequence.drafts.verifying and not sequence.blocked for sequence in running):
-            return True
-        if not any(sequence.in_flight for sequence in decodes) or (self._by_model and not self._ahead):
-            return False
-        if self._always:
-            return any(map(self._waits, decodes))
-        able = [sequence.drafts.acceptance for sequence in decodes if sequence.draft_limit(1)]
-        acceptances = [acceptance for acceptance in able if acceptance is not None]
-        num_drafts = self._most * sum([acceptance.hits for acceptance in acceptances])
-        expected = sum([acceptance.expected for acceptance in acceptances])
-        return self._pays(len(decodes), expected, num_drafts, self._gap.seconds)
+        """Whether no step is planned before the one in flight has ended, since drafts follow its tokens."""
+        return False
 
     def ready(self, running: Collection[Sequence]) -> Collection[Sequence]:
         """Return the sequences that may take part in the next step: all but those whose drafts follow a result."""
-        if self._make_source is None or self._stages == 1:
-            return running
-        return [sequence for sequence in running if not self._waits(sequence)]
+        return running
 
     def add_decodes(self, builder: StepBuilder, sequences: Collection[Sequence]) -> None:
-        """Add decodes to a step, with drafts as far as blocks are free. A source drafts behind tokens on the host."""
-        if not self._most:
-            builder.add_decodes(sequences)
-            self._kv.decoded(sequences)
-            return
-        if self._make_source is None:
-            for sequence in sequences:
-                unmasked = sequence.constraint is None
-                sequence.drafts.num_next = sequence.draft_limit(self._most) if unmasked else 0
-        else:
-            self._draft(sequences, self._make_source)
-        self._kv.grow_for_drafts(sequences, self._most - 1 if self._by_model else 0)
-        builder.add_decodes(sequences, self._launch)
-        self._kv.decoded(sequences)
-        builder.count_drafts(self._num_drafts, self._drafts)
-        self._num_drafts = 0
-        self._drafts = []
+        """Add decodes to a step, with their drafts."""
+        builder.add_decodes(sequences)
 
     def ahead(self, running: Collection[Sequence]) -> int:
         """Return how many drafts the model makes behind the step that is planned, for the one after it."""
-        if not self._by_model:
-            return 0
-        able = [
-            sequence for sequence in running if sequence.length > sequence.prompt_len and sequence.draft_limit(1) > 0
-        ]
-        expected = [(sequence.drafts.acceptance or self._of_all).expected for sequence in able]
-        pays = self._pays(len(able), sum(expected), self._most * len(able), self._gap.seconds)
-        self._unasked += 1
-        asks = bool(able) and (self._always or pays or self._unasked >= _ASK_EVERY)
-        self._ahead = self._most if asks else 0
-        self._unasked = 0 if asks else self._unasked
-        return self._ahead
-
-    def count_verified(self, decodes: Collection[Sequence], plan: StepPlan, output: StepOutput) -> None:
-        """Count what the decodes of an applied step have yielded, as far as their drafts came with its plan."""
-        num_verified = {drafts.seq: len(drafts.token_ids) for drafts in plan.drafts if drafts.token_ids}
-        at = 0
-        for sequence, count in zip(decodes, output.decode_counts, strict=bool(num_verified)):
-            if sequence.seq in num_verified:
-                tokens = output.token_ids[at : at + count]
-                sequence.drafts.count_verified(num_verified[sequence.seq], tokens)
-            at += count
-
-    def keep(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Keep the drafts that the model has predicted behind the tokens of a sequence."""
-        if self._by_model and sequence.may_draft:
-            self._acceptance_of(sequence, ModelDrafts)
-            source = sequence.drafts.source
-            assert isinstance(source, ModelDrafts)
-            source.put(len(sequence.token_ids), drafts)
-
-    def _draft(self, sequences: Collection[Sequence], make_source: Callable[[], DraftSource]) -> None:
-        """Let these decodes verify drafts if that is worth its time, else probe some."""
-        step = self._meter.decode.at(len(sequences))
-        self._least = least = self._meter.drafts.slope * len(sequences) / step if step else 1.0
-        room = _MANY if self._always else max(self._most, _GROWTH * self._meter.most_drafts)
-        gain = 0.0
-        num_drafts = 0
-        for sequence in sequences:
-            limit = sequence.draft_limit(self._most)
-            if limit <= 0:
-                continue
-            acceptance = self._acceptance_of(sequence, make_source)
-            worth = limit if self._always else acceptance.worth(least, limit)
-            if worth and not sequence.in_flight and num_drafts + worth <= room:
-                drafts = sequence.drafts
-                if sequence.constraint is not None and not sequence.constraint.fixed:
-                    drafts.use(sequence.constraint.drafts[:worth])
-                else:
-                    drafts.use(drafts.propose(sequence.token_ids, worth))
-                num_drafts += drafts.num_next
-                gain += acceptance.gain(drafts.num_next)
-            else:
-                self._probe(sequence, acceptance)
-        if num_drafts and not self._always and not self._pays(len(sequences), gain, num_drafts):
-            for sequence in sequences:
-                sequence.drafts.use(())
+        return 0
 
     def propose(self, sequence: Sequence) -> tuple[int, ...]:
         """Return drafts of a sequence whose masks follow from them. The step may use fewer."""
-        most = min(self._most, sequence.max_length - len(sequence.token_ids) - 1)
-        if self._make_source is None or most <= 0 or not sequence.may_draft:
-            return ()
-        acceptance = self._acceptance_of(sequence, self._make_source)
-        if worth := most if self._always else acceptance.worth(self._least, most):
-            return sequence.drafts.propose(sequence.token_ids, worth)
-        self._probe(sequence, acceptance)
         return ()
 
-    def _probe(self, sequence: Sequence, acceptance: Acceptance) -> None:
-        """Measure how often drafts would be right, if a probe is due; synthetic drafts need none."""
-        if self._synthetic is None and acceptance.probe_due(len(sequence.token_ids)):
-            sequence.drafts.probe(sequence.token_ids, self._most)
+    def verified(self, step: StepSequences, plan: StepPlan, output: StepOutput) -> None:
+        """Take in which drafts of a step were right, before its tokens are taken."""
 
-    def _acceptance_of(self, sequence: Sequence, make_source: Callable[[], DraftSource]) -> Acceptance:
-        """Return the acceptance of a sequence, which has a source from now on."""
-        drafts = sequence.drafts
-        if drafts.acceptance is None:
-            drafts.source = make_source()
-            drafts.acceptance = Acceptance(self._most, self._of_all, sure=self._by_model)
-        return drafts.acceptance
+    def count(self, step: StepSequences, plan: StepPlan, output: StepOutput) -> None:
+        """Count the drafts of a step after the tokens of its decodes were taken."""
 
-    def _pays(self, num_decodes: int, gain: float, num_drafts: float, gap: float = 0.0) -> bool:
-        """Whether ``gain`` further tokens are worth the time of the drafts, and of a gap before the step."""
-        return gain * self._meter.decode.at(num_decodes) > num_decodes * (gap + self._meter.drafts.at(num_drafts))
-
-    def _waits(self, sequence: Sequence) -> bool:
-        """Whether a step in flight verifies drafts, or samples a token that drafts will follow."""
-        if not sequence.in_flight:
-            return False
-        return sequence.drafts.verifying or (sequence.decodes_here and sequence.draft_limit(self._most) > 0)
-
-    def _launch(self, sequence: Sequence, step: int) -> ScheduledSequence:
-        """Launch a decode with as many of its drafts as fit into its blocks."""
-        table = sequence.table
-        num_drafts = min(sequence.drafts.num_next, min(table.capacity, table.covered) - sequence.length)
-        if (drafts := sequence.drafts.take(sequence.seq, num_drafts)) is not None:
-            self._drafts.append(drafts if self._synthetic is None else self._with_synthetic(drafts, self._synthetic))
-        self._num_drafts += num_drafts
-        return sequence.launch_drafts(step, num_drafts) if num_drafts else sequence.launch_decode(step)
-
-    def _with_synthetic(self, drafts: Drafts, rate: float) -> Drafts:
-        accept = 0
-        while accept < len(drafts.token_ids) and self._random.random() < rate:
-            accept += 1
-        return msgspec.structs.replace(drafts, accept=accept)
+    def keep(self, step: StepSequences, output: StepOutput) -> None:
+        """Keep the drafts that the model has made behind all tokens of a step."""
 
 
-class SyntheticDrafts:
-    """A DraftSource of benchmarks whose drafts are accepted at a given rate: the first tokens of the prompt."""
-
-    def propose(self, token_ids: array[int], most: int) -> tuple[int, ...]:
-        return tuple(token_ids[:most])
+NO_DRAFTS = Drafting()
+DraftingFactory = Callable[[SchedulerConfig, KVCacheManager, StepCostMeter, Totals, EventBatch], Drafting]
 
 
-class _HostGap:
-    """Host time between the end of a step and the launch of the next one that waits for it."""
-
-    def __init__(self, totals: Totals) -> None:
-        self._totals = totals
-        self._steps = 0
-        self._host_seconds = 0.0
-        self._seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The mean of recent steps."""
-        totals = self._totals
-        if steps := totals.steps - self._steps:
-            seconds = (totals.host_seconds - self._host_seconds) / steps
-            self._seconds += (seconds - self._seconds) * (_GAP_SHARE if self._steps else 1.0)
-            self._steps = totals.steps
-            self._host_seconds = totals.host_seconds
-        return self._seconds
+def no_drafting(
+    config: SchedulerConfig, kv: KVCacheManager, meter: StepCostMeter, totals: Totals, events: EventBatch
+) -> Drafting:
+    """Return the object of a node without speculation."""
+    return NO_DRAFTS

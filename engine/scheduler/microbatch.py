@@ -48,14 +48,6 @@ class StepSequences:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.prompts)
 
-    def reject_drafts(self, plan: StepPlan, output: StepOutput) -> None:
-        """Tell each decode how many of its drafts were rejected."""
-        if output.decode_counts:
-            decodes = plan.scheduled[: plan.num_decodes]
-            for sequence, item, count in zip(self.decodes, decodes, output.decode_counts, strict=True):
-                assert 1 <= count <= item.num_tokens, f"a decode of {item.num_tokens} tokens yields {count}"
-                sequence.reject_drafts(item.num_tokens - count)
-
     def decode_tokens(self, output: StepOutput) -> Iterator[tuple[Sequence, int, TokenLogprobs | None]]:
         """Yield each token of the decodes, with its sequence: one of each sequence, or as many as it yields.
 

@@ -35,7 +35,7 @@ from engine.kv_cache.state_slots import StateSlots
 from engine.kv_cache.states import States
 from engine.request import Request
 from engine.scheduler.choices import ChoiceManager
-from engine.scheduler.drafting import Drafting
+from engine.scheduler.drafting import DraftingFactory, no_drafting
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.grammar_workers import GrammarWorkers
@@ -68,22 +68,23 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         connector: ConnectorFactory = KVConnectorScheduler,
+        drafting: DraftingFactory = no_drafting,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        decode = 1 + config.drafts.most  # tokens
+        decode = 1 + config.max_drafts  # tokens
         assert config.max_num_seqs * decode <= config.max_batch_tokens, "a step must have room for every sequence"
         self._config = config
         self._clock = clock
         self.pool = BlockPool(config.num_blocks, config.block_size, config.groups)
         self.events = EventBatch()
-        self.totals = Totals(accepted_per_position=[0] * config.drafts.most)
+        self.totals = Totals(accepted_per_position=[0] * config.max_drafts)
         self.meter = StepCostMeter()
         self.states = StateSlots(config.num_state_slots, config.block_size) if config.num_state_slots else States()
         parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
         self.connector = connector(parts)
         self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
-        self._drafting = Drafting(config.drafts, self._kv, self.meter, self.totals, config.stages)
+        self._drafting = drafting(config, self._kv, self.meter, self.totals, self.events)
         self._constraints = GrammarConstraints(
             grammars, config.vocab_size, config.eos_token_ids, propose=self._drafting.propose
         )
@@ -327,9 +328,9 @@ class Scheduler:
             runnable = self._select()
         self._prompts = []
         waited = self._joining.longest_wait(runnable, self._busy)  # no stream joins any more once it is in the step
-        self._drafting.add_decodes(builder, runnable.decodes)
+        self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
-            self._drafting.add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
+            self._add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
         prompts = self._limit_prompts(builder, runnable, waited)
         if runnable.prompts and self._live.waiting:
             own = {sequence.request.client for sequence in runnable.prompts}
@@ -342,6 +343,10 @@ class Scheduler:
             if builder.room(sequence) > 0:
                 self._add_prompt(builder, sequence)
         return True
+
+    def _add_decodes(self, builder: StepBuilder, sequences: Collection[Sequence]) -> None:
+        self._drafting.add_decodes(builder, sequences)
+        self._kv.decoded(sequences)
 
     def _select(self) -> RunnableSequences:
         running = self._drafting.ready(self._live.running.values())

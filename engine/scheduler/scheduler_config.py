@@ -10,7 +10,6 @@ from collections.abc import Collection
 import msgspec
 
 from engine.kv_cache.block_pool import ONE_GROUP
-from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
 from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv.groups import KVCacheGroups
@@ -27,7 +26,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int  # tokens of a step
     full_step: int  # tokens that keep the device busy: see StepBuilder
     tile: int = 1  # tokens that the device computes together: see StepBuilder
-    drafts: DraftOptions = NO_DRAFTS
+    max_drafts: int = 0  # drafts of a decode; 0: none
     max_waiting: int  # requests without output
     stages: int = 1  # pipeline stages: see microbatch.py
     itl_target: float | None = 0.0  # seconds; 0: none, None: as itl_target.py measures
@@ -37,7 +36,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_node(
-        cls, config: NodeConfig, layout: KVLayout, states: StateLayout | None, drafts: DraftOptions, idle_step: float
+        cls, config: NodeConfig, layout: KVLayout, states: StateLayout | None, idle_step: float
     ) -> SchedulerConfig:
         """Return the record of a node whose ranks have allocated these layouts."""
         return cls(
@@ -49,7 +48,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_batch_tokens=config.max_batch_tokens,
             full_step=FULL_STEP[config.device.kind],
             tile=TILE[config.device.kind],
-            drafts=drafts,
+            max_drafts=config.max_drafts,
             max_waiting=config.options.max_waiting,
             stages=config.parallel.pp,
             itl_target=config.itl_target,

@@ -9,10 +9,10 @@ from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import Drafting
 from engine.scheduler.live_sequences import LiveSequences
-from engine.scheduler.microbatch import StepSequences, StepsInFlight
+from engine.scheduler.microbatch import StepsInFlight
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter, StepWork
-from pdserve.ipc.messages import Drafted, EventBatch, Pooled, Scored, Totals
+from pdserve.ipc.messages import EventBatch, Pooled, Scored, Totals
 from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
 
 Emit = Callable[[], None]
@@ -64,17 +64,14 @@ class StepResults:
     def _apply_step(self, plan: StepPlan, output: StepOutput, seconds: float, emit: Emit) -> None:
         """Apply the oldest step in flight."""
         step = self._in_flight.pop()
-        step.reject_drafts(plan, output)
-        if plan.drafts:
-            self._drafting.count_verified(step.decodes, plan, output)
-        lengths = [len(sequence.token_ids) for sequence in step.decodes] if output.decode_counts else []
+        self._drafting.verified(step, plan, output)
         for sequence, token_id, logprobs in step.decode_tokens(output):
             if sequence.count_computed(1) and not self._settle(sequence):
                 continue
             if not self._choices.take_token(sequence, token_id, logprobs):
                 self._live.finish(sequence)
         if output.decode_counts:
-            self._count_drafts(step, plan, output, lengths)
+            self._drafting.count(step, plan, output)
         decodes = len(step.decodes)
         prompt_tokens = 0
         context = 0.0
@@ -98,9 +95,7 @@ class StepResults:
         for sequence, settles, continues in prompts:
             self._end_chunk(sequence, settles, continues)
         if output.drafts:
-            of_seq = {sequence.seq: sequence for sequence in (*step.decodes, *step.prompts)}
-            for seq, made in output.drafts:
-                self._drafting.keep(of_seq[seq], made)
+            self._drafting.keep(step, output)
         drafts = plan.num_drafts if output.decode_counts else 0
         work = StepWork(decodes, prompt_tokens, context / max(prompt_tokens, 1), drafts)
         self._measure(work, seconds, ahead=plan.drafts_ahead > 0)
@@ -113,26 +108,6 @@ class StepResults:
             totals.mixed_steps += 1
             totals.mixed_step_seconds += seconds
             totals.mixed_prompt_tokens += prompt_tokens
-
-    def _count_drafts(self, step: StepSequences, plan: StepPlan, output: StepOutput, lengths: Iterable[int]) -> None:
-        """Count the drafts of a step whose tokens were taken; before, its decodes had ``lengths`` tokens."""
-        totals = self._totals
-        drafted = self._events.drafted
-        for sequence, before, item, count in zip(
-            step.decodes, lengths, plan.scheduled, output.decode_counts, strict=False
-        ):
-            if item.num_tokens == 1:
-                continue
-            num_drafts = item.num_tokens - 1
-            accepted = count - 1
-            totals.spec_decode_num_drafts += 1
-            totals.spec_decode_num_draft_tokens += num_drafts
-            totals.spec_decode_num_accepted_tokens += accepted
-            for position in range(accepted):
-                totals.accepted_per_position[position] += 1
-            taken = min(accepted, len(sequence.token_ids) - before)
-            if taken or accepted < num_drafts:
-                drafted.append(Drafted(sequence.rid, taken, num_drafts - accepted))
 
     def _apply_prompt_logprobs(self, scored: Iterable[tuple[int, PromptLogprobs]]) -> None:
         """Emit log-probabilities of prompts. They count as sent even if the KV has to be recomputed."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from engine.kv_cache.block_pool import BlockPool, CacheWatcher, Use, longest_prefix
 from engine.tiers.host_pool import HostPool
 from pdserve.ipc.cache_changes import BlockKey
-from pdserve.ipc.kv_events import KVEvents
+from pdserve.ipc.key_changes import KeyChanges
 from pdserve.ipc.messages import Totals
 from pdserve.kv.groups import KVCacheGroups, Windows, first_seen
 
@@ -133,7 +133,7 @@ class AreaWatcher(CacheWatcher):
     Blocks of groups with a window wait for that end: other prompts hardly use blocks that the window has passed.
     """
 
-    def __init__(self, area: Area, windows: Windows, totals: Totals, changes: KVEvents[bytes] | None = None) -> None:
+    def __init__(self, area: Area, windows: Windows, totals: Totals, changes: KeyChanges[bytes] | None = None) -> None:
         """``changes``: where they report changes of the first group's blocks over all tiers."""
         self._area = area
         self._windows = windows

@@ -38,7 +38,7 @@ from engine.tiers.host_stores import HostStores
 from engine.tiers.source import Source
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.cache_changes import BlockKey, Medium
-from pdserve.ipc.kv_events import KVEvents
+from pdserve.ipc.key_changes import KeyChanges
 from pdserve.ipc.messages import Fetched, LeaseCached, Mode, Totals
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.records import NO_ORDERS, KVConnectorOrders, ModelRunnerOutput
@@ -64,7 +64,7 @@ def _sequence_of(message: LeaseCached, block_size: int) -> Sequence:
 class _Presence(HostWatcher):
     """Tells routers which blocks host memory has and the device lacks. Counts blocks that leave."""
 
-    def __init__(self, area: Area, totals: Totals, changes: KVEvents[bytes]) -> None:
+    def __init__(self, area: Area, totals: Totals, changes: KeyChanges[bytes]) -> None:
         self._area = area
         self._totals = totals
         self._changes = changes
@@ -124,7 +124,7 @@ class HostTier(Tiers):
         self.source = Source()
         self._checksum = checksum
         self._slot_blocks = slot_blocks
-        self._changes = KVEvents[bytes]()  # changes of the first group's blocks over all tiers
+        self._changes = KeyChanges[bytes]()  # changes of the first group's blocks over all tiers
         parts.report.anywhere = self._changes
         most = max(1, self._pool.total // 4)
         kv = Area(self._pool, HostPool(room.num_blocks), min(store_blocks, most))

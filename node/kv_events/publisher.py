@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import zmq
 
-from node.frontend_flags import KVEventOptions
+from node.cache_listener import CacheListener
 from node.kv_events.event_log import EventLog, GroupKind
+from node.kv_events.options import KVEventOptions
 from node.kv_events.replays import Replays, encode_number
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.host.process import log_failure
@@ -25,8 +26,10 @@ _MESSAGE_BYTES = 4096  # largest frame from a client: a subscription, or a reque
 _REQUESTS = 16  # unread requests per connection
 
 
-class KVEventPublisher:
+class KVEventPublisher(CacheListener):
     """Owns the sockets. ``publish`` and ``clear`` return at once; a thread encodes and sends."""
+
+    listens = True
 
     def __init__(self, options: KVEventOptions, kinds: Sequence[GroupKind], block_size: int) -> None:
         """Bind the sockets, before a model loads. Raises CapacityError for a port in use, ConfigError otherwise."""
@@ -68,7 +71,6 @@ class KVEventPublisher:
             os.eventfd_write(self._wake_fd, 1)
 
     def clear(self) -> None:
-        """The engine starts or has ended, so its prefix cache is empty."""
         self.publish(CacheChanges(cleared=True, removed=[], stored=[]))
 
     def close(self) -> None:

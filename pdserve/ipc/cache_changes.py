@@ -1,4 +1,4 @@
-"""Net changes of a node's prefix cache with the tokens of its blocks, as the engine reports them for KV events."""
+"""Net changes of a node's prefix cache with the tokens of its blocks, as an engine records them."""
 
 from __future__ import annotations
 

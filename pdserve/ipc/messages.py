@@ -96,7 +96,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     agent: str
     placement: RankPlacement
     peer: WeightPeer | None = None  # a node with the weights of this checkpoint in memory
-    kv_events: bool = False  # batches have ``cache_changes``
+    cache_changes: bool = False  # batches have ``cache_changes``
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -16,14 +16,15 @@ from toy_node import Node
 from engine.kv_cache import state_slots
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.cache_parts import CacheParts
-from engine.kv_cache.cache_recorder import NetChanges
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.states import States
+from engine.kv_events.recorder import NetChanges
 from engine.request import Request
 from engine.sequence import Sequence
-from node.frontend_flags import FrontendOptions, KVEventOptions
+from node.frontend_flags import FrontendOptions
 from node.kv_events.event_log import EventLog, GroupKind, short_hash
+from node.kv_events.options import KVEventOptions
 from node.kv_events.publisher import KVEventPublisher
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.hashing import BlockHashes, root_hash

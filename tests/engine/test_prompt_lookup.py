@@ -9,7 +9,7 @@ from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.prompt_lookup import SUFFIXES, PromptLookup
+from engine.speculation.prompt_lookup import SUFFIXES, PromptLookup
 
 
 def naive(text: list[int], length: int) -> int:

@@ -17,7 +17,7 @@ from slow_host_memory import SlowHostMemory
 from tiered_node import memory_of, rest, words
 from toy_node import BLOCK, Node
 
-from engine.kv_cache.cache_recorder import NetChanges
+from engine.kv_events.recorder import NetChanges
 from engine.tiers.disk_tier import DiskTier
 from engine.tiers.host_tier import HostTier
 from node.kv_events.event_log import EventLog, GroupKind, short_hash

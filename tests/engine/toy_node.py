@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
@@ -27,12 +28,10 @@ from engine.kv_cache.block_pool import Use
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.peers.connected_peers import ConnectedPeers
-from engine.scheduler.drafting import DraftOptions
+from engine.scheduler.drafting import DraftingFactory, no_drafting
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.tiers.disk_tier import DiskTier
-from engine.tiers.host_tier import HostTier
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import (
     EventBatch,
@@ -155,13 +154,14 @@ class Node:
                 max_batch_tokens=batch_tokens,
                 full_step=full_step,
                 tile=tile,
-                drafts=DraftOptions(max_drafts, ErringSource if planned_drafts else None, always_draft),
+                max_drafts=max_drafts,
                 max_waiting=100,
                 stages=stages,
                 itl_target=itl_target,
                 vocab_size=VOCAB,
             ),
             connector=self._connector_factory(kv_checksum, host, state_slots, disk is not None),
+            drafting=self._drafting_factory(max_drafts, planned_drafts, always_draft),
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
@@ -187,12 +187,25 @@ class Node:
         self._pulls: set[int] = set()  # rids
         self._leased_slots: dict[int, set[Slot]] = {}  # by rid: slots of leased blocks that must not change
 
+    # Extras are imported for nodes that have them: without an extra's folder, tests of the core still run.
+
+    @staticmethod
+    def _drafting_factory(max_drafts: int, planned: bool, always: bool) -> DraftingFactory:
+        if not max_drafts:
+            return no_drafting
+        from engine.speculation.draft_planner import DraftOptions, DraftPlanner
+
+        return partial(DraftPlanner, DraftOptions(ErringSource if planned else None, always))
+
     @staticmethod
     def _connector_factory(checksum: bool, host: HostRoom | None, state_slots: int, disk: bool) -> ConnectorFactory:
         def make(parts: CacheParts) -> KVConnectorScheduler:
             peers = ConnectedPeers(parts, checksum=checksum)
             if host is None:
                 return KVConnectorScheduler(parts, peers)
+            from engine.tiers.disk_tier import DiskTier
+            from engine.tiers.host_tier import HostTier
+
             slot_blocks = 2.0 if state_slots else 0.0
             tier = HostTier(parts, host, checksum=checksum, store_blocks=5, slot_blocks=slot_blocks)
             if disk:

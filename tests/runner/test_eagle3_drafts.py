@@ -18,7 +18,7 @@ from eagle3_training import STEPS, PlainEagle3, train
 from predictor_training import plain_acceptance
 from predictor_training import train as train_target
 
-from engine.draft_source import ModelDrafts
+from engine.speculation.draft_source import ModelDrafts
 from pdserve.sampling_params import SamplingParams
 from training.batches import Generator
 

@@ -19,7 +19,7 @@ from drafted_node import DraftedNode, Request, WatchedNode, run, token_ids_of
 from predictor_training import PlainMiMo, plain_acceptance, train
 from safetensors.torch import load_file
 
-from engine.draft_source import ModelDrafts
+from engine.speculation.draft_source import ModelDrafts
 from pdserve.sampling_params import SamplingParams
 
 VOCAB = 128

@@ -22,9 +22,9 @@ from fleet import add_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.draft_source import DraftSource
-from engine.scheduler.drafting import SyntheticDrafts
-from engine.scheduler.prompt_lookup import PromptLookup
+from engine.speculation.draft_planner import SyntheticDrafts
+from engine.speculation.draft_source import DraftSource
+from engine.speculation.prompt_lookup import PromptLookup
 from pdserve.grammar import from_regex
 from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams

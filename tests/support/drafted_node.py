@@ -10,19 +10,21 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 import runner
 from connector.backends.null import NullConnector
 from connector.setup import ConnectorSetup
-from engine.draft_source import DraftSource, ModelDrafts
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import Result, StepPipeline
-from engine.scheduler.drafting import NO_DRAFTS, DraftOptions
+from engine.scheduler.drafting import no_drafting
 from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
+from engine.speculation.draft_planner import DraftOptions, DraftPlanner
+from engine.speculation.draft_source import DraftSource, ModelDrafts
 from pdserve.config.node_config import NodeConfig
 from pdserve.ipc.messages import Mode, Submit
 from pdserve.records import FinishReason, StepOutput, StepPlan, TokenLogprobs
@@ -84,11 +86,12 @@ class DraftedNode:
                 max_num_seqs=config.options.max_num_seqs,
                 max_batch_tokens=config.max_batch_tokens,
                 full_step=config.max_batch_tokens,
-                drafts=DraftOptions(max_drafts, source, always, synthetic) if max_drafts else NO_DRAFTS,
+                max_drafts=max_drafts,
                 max_waiting=1000,
                 vocab_size=config.model.vocab_size,
                 eos_token_ids=config.model.eos_token_ids,
             ),
+            drafting=partial(DraftPlanner, DraftOptions(source, always, synthetic)) if max_drafts else no_drafting,
             grammars=self._grammars,
         )
         self._rank = Rank(self._runner, NullConnector(ConnectorSetup("drafted")))

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class KVEvents(Generic[K]):
+class KeyChanges(Generic[K]):
     """Keys of blocks added and removed since the last ``take``. A key that was added and removed again cancels out."""
 
     def __init__(self) -> None:
