@@ -163,11 +163,11 @@ def _offers(*ranks: RankWeights | None) -> tuple[RankWeights, ...]:
 
 def config_for_hosts(config: NodeConfig, hellos: Sequence[Hello]) -> NodeConfig:
     """Return the configuration that ranks on all hosts can run, and log how it differs. Raises ConfigError."""
-    problems = {f"rank {each.rank} on {each.host}": each.triton_problem for each in hellos if each.triton_problem}
+    problems = {f"rank {hello.rank} on {hello.host}": hello.triton_problem for hello in hellos if hello.triton_problem}
     common = without_triton(config, problems)
     if common.decision != config.decision:
         _log.warning("runner %s: %s", common.decision.runner, "; ".join(common.decision.reasons))
-    uncompiled = {each.host: each.flashinfer_problem for each in hellos if each.flashinfer_problem}
+    uncompiled = {hello.host: hello.flashinfer_problem for hello in hellos if hello.flashinfer_problem}
     with_kernels = without_flashinfer(common, uncompiled)
     if with_kernels != common:
         reasons = "; ".join(f"{host}: {problem}" for host, problem in uncompiled.items())

@@ -160,7 +160,7 @@ _SIMILAR = 0.7  # least similarity (difflib's ratio) of a flag to suggest
 
 
 def translated(
-    words: Sequence[str], known: Collection[str], say: Callable[[str], None], takes_model: bool = False
+    words: Sequence[str], flags: Collection[str], say: Callable[[str], None], takes_model: bool = False
 ) -> list[str]:
     """Return a command line in our flags. ``say`` gets a line for each flag of another server that is accepted.
 
@@ -172,7 +172,7 @@ def translated(
         word = left.pop(0)
         flag, equals, value = word.partition("=")
         name = flag.replace("_", "-") if flag.startswith("-") else flag
-        if name in known:
+        if name in flags:
             ours.append(word)
         elif name in DEFAULTS:
             say(f"{name} has no effect: {DEFAULTS[name]}")
@@ -182,7 +182,7 @@ def translated(
         elif name in OF_MODEL and takes_model and (equals or left):
             ours.insert(0, value if equals else left.pop(0))
             say(f"{name} is MODEL here, the first word after the command")
-        elif (renamed := RENAMED.get(name)) in known:
+        elif (renamed := RENAMED.get(name)) in flags:
             say(f"{name} is {renamed} here")
             ours.append(f"{renamed}{equals}{value}")
         else:
@@ -216,24 +216,24 @@ def _our_value(flag: str, value: str) -> str | None:
     return str(int(float(match[1]) * _UNITS[match[2]])) if match else value
 
 
-def describe_unknown(flag: str, known: Collection[str], program: str) -> str:
-    """Return an error for a flag that is not ``known``, with the remedy."""
+def describe_unknown(flag: str, flags: Collection[str], program: str) -> str:
+    """Return an error for a flag that is not one of ``flags``, with the remedy."""
     flag = flag.replace("_", "-")
     if reason := REASONS.get(flag.partition(".")[0]):  # vLLM's --compilation-config.mode is a field of that flag's JSON
         return f"{flag} is not supported: {reason}"
     meant = MEANINGS.get(flag, flag)
-    if meant != flag and (not meant.startswith("--") or meant.split()[0] in known):
+    if meant != flag and (not meant.startswith("--") or meant.split()[0] in flags):
         return f"unknown flag {flag}; use {meant}"
     if meant in OF_ROUTERS:
         what = f"{flag} is {meant}, a flag" if meant != flag else f"{flag} is a flag"
         return f"{what} of `pdserve router` and `pdserve up`, not of {program}"
-    nearest = _nearest(flag, known)
+    nearest = _nearest(flag, flags)
     return f"unknown flag {flag}; " + (f"did you mean {nearest}?" if nearest else f"see {program} --help")
 
 
-def _nearest(flag: str, known: Collection[str]) -> str | None:
+def _nearest(flag: str, flags: Collection[str]) -> str | None:
     """Return the known flag of similar letters, or the shortest one that has all words of ``flag``."""
-    if similar := difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR):
+    if similar := difflib.get_close_matches(flag, flags, n=1, cutoff=_SIMILAR):
         return similar[0]
     words = set(flag.strip("-").split("-"))
-    return min((name for name in known if words <= set(name.strip("-").split("-"))), key=len, default=None)
+    return min((name for name in flags if words <= set(name.strip("-").split("-"))), key=len, default=None)

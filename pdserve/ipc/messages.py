@@ -348,7 +348,7 @@ class Scored(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of more of a prompt's tokens, sent before the first output token or with it."""
 
     rid: int
-    found: PromptLogprobs
+    logprobs: PromptLogprobs
 
 
 class Pooled(msgspec.Struct, frozen=True, array_like=True):

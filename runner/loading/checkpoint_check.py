@@ -42,9 +42,11 @@ def _check(config: NodeConfig, stored: OpenWeights | None) -> int:
     path = Path(config.model_dir)
     dtype = _dtype(config)
     if model.impl == TRANSFORMERS:
-        from runner.models.from_transformers.unread_decoder import check_unread  # imported on demand: it takes seconds
+        from runner.models.from_transformers.unread_decoder import (
+            check_before_reading,  # imported on demand: it takes seconds
+        )
 
-        check_unread(model, path, stored, dtype, config.parallel)
+        check_before_reading(model, path, stored, dtype, config.parallel)
         return len(stored or ())
     if stored is None:
         return 0

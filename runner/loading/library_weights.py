@@ -14,7 +14,7 @@ from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.weights import OpenWeights
 from runner.models.from_transformers.decoder import TransformersDecoder
 from runner.models.from_transformers.self_test import check_exactness
-from runner.models.from_transformers.unread_decoder import check_unread
+from runner.models.from_transformers.unread_decoder import check_before_reading
 from runner.placement import TensorPlacement
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ class LibraryWeights(ModelWeights):
 
     def _check(self, model_dir: Path, weights: Mapping[str, Any] | None) -> None:
         decoder = self._decoder
-        check_unread(decoder.config, model_dir, weights, self._placement.dtype, decoder.parallel.position.parallel)
+        check_before_reading(
+            decoder.config, model_dir, weights, self._placement.dtype, decoder.parallel.position.parallel
+        )
 
     def _load(self, model_dir: Path, weights: Mapping[str, Any] | None) -> None:
         """Load this rank's part, and test all ranks together. Every rank refuses a model that one rank refuses."""

@@ -256,9 +256,9 @@ class Node:
         batch = EventBatch(self.scheduler.status(), outputs=_joined([part.outputs for part in batches]), **lists)
         for scored in batch.scored:
             ranks = self.ranks.setdefault(scored.rid, [])
-            assert scored.found.first == 1 + len(ranks), "log-probabilities of a prompt do not follow each other"
+            assert scored.logprobs.first == 1 + len(ranks), "log-probabilities of a prompt do not follow each other"
             assert not self.tokens[scored.rid, 0], "log-probabilities of a prompt came after its first token"
-            ranks += [rank for _, rank in struct.iter_unpack("<fI", scored.found.table)]
+            ranks += [rank for _, rank in struct.iter_unpack("<fI", scored.logprobs.table)]
         for rid, choice, token_id, finish, _ in batch.outputs.rows():
             assert (rid, choice) not in self.finished, "a token after the end"
             self.tokens[rid, choice].append(token_id)

@@ -26,7 +26,7 @@ from runner.placement import TensorPlacement
 _log = logging.getLogger(__name__)
 
 
-def check_unread(
+def check_before_reading(
     config: ModelConfig,
     model_dir: Path,
     weights: Mapping[str, Any] | None,
