@@ -1,8 +1,8 @@
 """A node of a virtual fleet: the real scheduler, in virtual time.
 
-The scheduler plans each step, its card says how long it takes, and the scheduler takes its
-results. So chunks, pauses, admission, preemption, the prefix cache and measured costs are the product's. Only
-the step loop, the messages and the state machine of handoffs are modelled:
+The scheduler plans each step, the card says how long the step takes, and the scheduler takes its results. So chunks,
+pauses, admission, preemption, the prefix cache and measured costs are the product's. Only the step loop, the messages
+and the state machine of handoffs are modelled:
 
     plan of step k+1 ──┐ 1 ms before step k ends, or with its beginning if it has no prompts
     device    ▐ step k ▌ step k+1 ▌         commands and ended reads take effect at once

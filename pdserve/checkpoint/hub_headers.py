@@ -56,7 +56,9 @@ def _copy_headers(model: str, plain: Path) -> Path:
         listed = [file for file in files.ls(model) if isinstance(file, dict)]
         sizes = {str(file["name"]): int(file["size"]) for file in listed if file["name"].endswith(".safetensors")}
         if len(sizes) > MAX_FILES:
-            raise CheckpointError(f"model {shown(model)} has {len(sizes)} weight files, the limit is {MAX_FILES}")
+            raise CheckpointError(
+                f"model {shown(model)} has {len(sizes)} weight files, the limit is {MAX_FILES}; choose another one"
+            )
 
         def copy(name: str) -> None:
             path = directory / name.rpartition("/")[2]

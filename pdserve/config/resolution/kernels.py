@@ -19,7 +19,7 @@ from pdserve.model.pooling import GENERATE, PoolingConfig
 
 
 class QuantizationLimits(msgspec.Struct, frozen=True):
-    """What speaks against runner V2 for quantized weights; empty where nothing does."""
+    """Why runner V2 should not get quantized weights. A reason is empty if it does not apply."""
 
     problem: str = ""  # why it cannot keep them quantized
     doubt: str = ""  # why it may be slower with them
