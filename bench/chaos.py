@@ -5,6 +5,8 @@
     python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2 --prefill-pp 2 --decode-tp 2
     python bench/chaos.py --seconds 60 --real --prefill 1 --decode 2 --dtype bfloat16 --no-faults         the control
     python bench/chaos.py --seconds 600 --real --elastic 3                          nodes that prefill and decode
+    python bench/chaos.py --seconds 600 --real --elastic 3 --device cuda:0 cuda:1                     on two GPUs
+    python bench/chaos.py --seconds 600 --real --prefill 1 --decode 2 --device cuda                   all on one GPU
 
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine. First, the undisturbed fleet
 answers every request. Then clients repeat the requests for --seconds, while nodes are killed (frontend, engine or
@@ -13,7 +15,9 @@ one serves. Some clients disconnect before the end, and some read slowly. Hostil
 and leases of other streams. The same --seed gives the same requests and the same faults.
 
 Answers are compared with answers of another batch. In float32 they are equal; in bfloat16 sums depend on the batch, and
-some answers differ without faults, too.
+some answers differ without faults, too. On GPUs, float32 products are not rounded to TF32: torch's default, and the
+choice of the Triton kernels, which attend here because FlashInfer has no float32. Nodes get --device round-robin, and
+share a GPU with 64 MiB of KV each; a node of several ranks takes GPUs from its --device on.
 
 Exits with status 1 if a client received an error or a different answer, a node obeyed a hostile stream, or a block is
 lost.
@@ -28,6 +32,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -38,15 +44,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from checkpoints import make_checkpoint
 from client_load import VOCABULARY, Load, new_body, new_unbuffered_body
 from fault_injection import FaultInjector, random_faults
-from fleet import Fleet, add_tokenizer, start_elastic, start_fleet
+from fleet import Fleet, add_tokenizer
 from hostile_streams import HostileStreams
 
 SIMULATED = ("--engine", "simulated")
+HANDOFF_ALL = ("--handoff-min-tokens", "1")
 METRICS = ("pdserve_migrations_total", "pdserve_replayed", "pdserve_client_pauses_total")
 LINE = 4000  # characters of a failure
 OVERDUE_SECONDS = 30.0  # after the last request was sent
 BFLOAT16_TOLERANCE = 0.1  # largest difference of log-probabilities
 RELEASE_SECONDS = 60.0  # leases of dead nodes must expire first
+START_SECONDS = 300.0  # a first start on a GPU compiles kernels
 
 
 def main() -> int:
@@ -58,6 +66,9 @@ def main() -> int:
         "--elastic", type=int, default=0, metavar="N", help="so many nodes of both roles, and no others"
     )
     parser.add_argument("--real", action="store_true", help="nodes with a tiny model instead of simulated ones")
+    parser.add_argument(
+        "--device", nargs="+", default=[], metavar="DEVICE", help="of the real nodes, round-robin (default: cpu)"
+    )
     for role in ("prefill", "decode"):
         parser.add_argument(f"--{role}-pp", type=int, default=1, metavar="N", help="pipeline stages of each")
         parser.add_argument(f"--{role}-tp", type=int, default=1, metavar="N", help="tensor shards of each")
@@ -74,20 +85,36 @@ def main() -> int:
     args = parser.parse_args()
     if not args.real and {args.prefill_pp, args.prefill_tp, args.decode_pp, args.decode_tp} != {1}:
         parser.error("a simulated node has one rank; add --real, or leave stages and shards at 1")
+    if args.device and not args.real:
+        parser.error("a simulated node has no device; add --real, or leave out --device")
+    counts = {"prefill": args.prefill, "decode": args.decode}
+    if args.elastic:
+        counts = {"both": args.elastic}
+    with tempfile.TemporaryDirectory() as directory, started(args, counts, Path(directory)) as fleet:
+        return run(fleet, args, counts)
+
+
+@contextmanager
+def started(args: argparse.Namespace, counts: dict[str, int], directory: Path) -> Iterator[Fleet]:
+    """Start nodes by role and a router, and wait until all are ready."""
+    checkpoint = make_checkpoint(directory / "model", "qwen3", dtype=args.dtype, vocab_size=VOCABULARY)
+    model = add_tokenizer(checkpoint)
     engine = () if args.real else SIMULATED
-    prefill = (*engine, "--pp", str(args.prefill_pp), "--tp", str(args.prefill_tp))
-    decode = (*engine, "--pp", str(args.decode_pp), "--tp", str(args.decode_tp))
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "model"
-        model = add_tokenizer(make_checkpoint(path, "qwen3", dtype=args.dtype, vocab_size=VOCABULARY))
-        router = ("--migrations", str(args.migrations))
-        if args.elastic:
-            listed = Path(directory) / "nodes"
-            flags = (*engine, "--handoff-min-tokens", "1")
-            with start_elastic(model, listed, args.elastic, flags, router) as fleet:
-                return run(fleet, args, {"both": args.elastic})
-        with start_fleet(model, args.prefill, args.decode, True, prefill, decode, router) as fleet:
-            return run(fleet, args, {"prefill": args.prefill, "decode": args.decode})
+    reads = HANDOFF_ALL if args.real or args.elastic else ()  # computing a prompt of the tiny model again is cheaper
+    with Fleet(devices=args.device) as fleet:
+        for _ in range(counts.get("prefill", 0)):
+            ranks = ("--pp", str(args.prefill_pp), "--tp", str(args.prefill_tp))
+            fleet.start_prefill(model, (*engine, *ranks))
+        for _ in range(counts.get("decode", 0)):
+            ranks = ("--pp", str(args.decode_pp), "--tp", str(args.decode_tp))
+            fleet.start_decode(model, (*engine, *ranks, *reads))
+        for _ in range(counts.get("both", 0)):
+            fleet.start_both(model, directory / "nodes", (*engine, *reads))
+        fleet.start_router(model, ("--migrations", str(args.migrations)))
+        fleet.wait_ready(START_SECONDS)
+        if fleet.both:
+            fleet.wait_connected()
+        yield fleet
 
 
 def run(fleet: Fleet, args: argparse.Namespace, counts: dict[str, int]) -> int:
@@ -118,6 +145,7 @@ def run(fleet: Fleet, args: argparse.Namespace, counts: dict[str, int]) -> int:
     print(f"  slowest answer: {load.slowest:.1f} s")
     print("\n".join(f"  {what}: {count}" for what, count in sorted(injector.injected.items())))
     print("\n".join(f"  hostile streams to {what}: {count}" for what, count in sorted(hostile.ends.items())))
+    print("\n".join(f"  {n.name} since its last start: {n.counter('handoffs'):.0f} handoffs" for n in fleet.decoding))
     metrics = httpx.get(f"{fleet.url}/metrics", trust_env=False).text.splitlines()
     print("\n".join(line for line in metrics if line.startswith(METRICS)))
     failures = [*load.failures, *hostile.failures]

@@ -207,10 +207,11 @@ open_fleets: WeakSet[Fleet] = WeakSet()
 class Fleet:
     """The processes of a fleet. Leaving it as a context manager ends every process."""
 
-    def __init__(self, node_flags: Sequence[str] = NODE_FLAGS) -> None:
-        """``node_flags`` are the first flags of every node."""
+    def __init__(self, node_flags: Sequence[str] = NODE_FLAGS, devices: Sequence[str] = ()) -> None:
+        """``node_flags`` are the first flags of every node. Nodes get ``devices`` round-robin; none: as flags say."""
         open_fleets.add(self)
         self._node_flags = node_flags
+        self._devices = devices
         self.prefill: list[NodeProcess] = []
         self.decode: list[NodeProcess] = []
         self.both: list[NodeProcess] = []  # nodes that prefill and decode
@@ -309,6 +310,11 @@ class Fleet:
         self.router = Process(self, self._spawn("router", "router", argv, environ), environ)
         return self.router
 
+    def wait_connected(self, seconds: float = 30.0) -> None:
+        """Wait until each node of both roles is connected to all others."""
+        others = len(self.both) - 1
+        self.wait_until(lambda: all(len(n.describe().connected_peers) == others for n in self.both), seconds)
+
     def wait_ready(self, seconds: float = START_SECONDS) -> None:
         """Wait until every process is ready. Fail with a child's last output if it ends instead."""
         self.wait_until(lambda: all(self._is_ready(process.child) for process in self.processes), seconds)
@@ -369,8 +375,10 @@ class Fleet:
         self, nodes: list[NodeProcess], role: str, argv: Sequence[str], environ: Mapping[str, str], program: str = ""
     ) -> NodeProcess:
         module = f"{program or role}_node"
-        timing = ["--peer-timeout", f"{patience(DEFAULT_TIMING.timeout):g}"]
-        child = self._spawn(f"{role}-{len(nodes)}", module, [argv[0], *timing, *argv[1:]], environ)
+        flags = ["--peer-timeout", f"{patience(DEFAULT_TIMING.timeout):g}"]
+        if self._devices:
+            argv = [*argv, "--device", self._devices[len(self.nodes) % len(self._devices)]]
+        child = self._spawn(f"{role}-{len(nodes)}", module, [argv[0], *flags, *argv[1:]], environ)
         node = NodeProcess(self, child, environ)
         nodes.append(node)
         self._wait_listening(node)
@@ -474,8 +482,7 @@ def start_elastic(
             fleet.start_both(model_dir, listed, flags)
         fleet.start_router(model_dir, router_flags)
         fleet.wait_ready()
-        connected = nodes - 1
-        fleet.wait_until(lambda: all(len(n.describe().connected_peers) == connected for n in fleet.both), 30.0)
+        fleet.wait_connected()
     except BaseException:
         fleet.close()
         raise
