@@ -31,10 +31,10 @@ from engine.engine import Engine
 from engine.executor.build import build_ranks
 from engine.executor.rank import Ranks
 from engine.executor.rank_processes import launch_rank
+from engine.grammars.workers import GrammarWorkers
 from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.kv_events.recorder import NetChanges
 from engine.process import make_scheduler
-from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from pdserve.config.device import detect_devices
 from pdserve.config.node_options import add_node_flags, node_options_from

@@ -27,13 +27,13 @@ from engine.executor.build import build_ranks
 from engine.executor.idle_step import measure_idle_step
 from engine.executor.rank import Ranks
 from engine.executor.rank_processes import LaunchedRank, launch_rank
+from engine.grammars.workers import GrammarWorkers
 from engine.heartbeat_sender import HeartbeatSender
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.peer_kv import PeerKV
 from engine.kv_events.recorder import recorder_of
 from engine.peers.connected_peers import ConnectedPeers
-from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculation.build import build_drafting

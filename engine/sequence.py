@@ -9,7 +9,7 @@ A sequence has parts. Each part is written by its own methods and by one module;
 | ``state``      | slots with its recurrent state          | kv_cache/state_slots.py                    |
 | ``split``      | a load beside steps that compute a part | scheduler/loads.py                         |
 | ``drafts``     | guesses of its next tokens              | engine/speculation/, an extra              |
-| ``constraint`` | grammar and token rules                 | scheduler/grammar_constraints.py           |
+| ``constraint`` | grammar and token rules                 | grammars/constraints.py                    |
 """
 
 from __future__ import annotations

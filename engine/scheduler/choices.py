@@ -14,8 +14,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable
 
+from engine.grammars.constraints import GrammarConstraints
 from engine.request import Request
-from engine.scheduler.grammar_constraints import GrammarConstraints
 from engine.scheduler.microbatch import SampledTokens
 from engine.sequence import Sequence
 from pdserve.hashing import BlockHashes, root_hash

@@ -27,6 +27,8 @@ from math import isfinite
 
 import msgspec
 
+from engine.grammars.constraints import GrammarConstraints
+from engine.grammars.workers import GrammarWorkers
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
@@ -37,8 +39,6 @@ from engine.request import Request
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import DraftingFactory, no_drafting
 from engine.scheduler.fair_share import FairShare
-from engine.scheduler.grammar_constraints import GrammarConstraints
-from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.itl_target import ItlTarget, in_order
 from engine.scheduler.joining_streams import JoiningStreams
 from engine.scheduler.live_sequences import LiveSequences

@@ -16,7 +16,7 @@ from machine import patience
 from toy import reference
 from toy_node import Node
 
-from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers, Masked
+from engine.grammars.workers import Advance, Compiled, GrammarWorkers, Masked
 from engine.sequence_parts import Constraint
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import RequestError

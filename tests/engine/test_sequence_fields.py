@@ -36,8 +36,8 @@ REQUEST_WRITERS = {
     "num_scored": {"scheduler/step_results.py"},
     "branches": {"scheduler/choices.py"},
     "stop_ids": {"scheduler/choices.py"},
-    "grammar": {"scheduler/grammar_constraints.py"},
-    "rules": {"scheduler/grammar_constraints.py"},
+    "grammar": {"grammars/constraints.py"},
+    "rules": {"grammars/constraints.py"},
 }
 _SEQUENCES = {"sequence", "branch", "head", "victim", "prompt", "other"}  # variables that hold a sequence in engine/
 _CHANGES = {"append", "extend", "insert", "pop", "remove", "clear", "update"}  # methods that change a container

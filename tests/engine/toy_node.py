@@ -24,12 +24,12 @@ from engine.channel import Channel
 from engine.engine import Engine
 from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
+from engine.grammars.workers import GrammarWorkers
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.drafting import DraftingFactory, no_drafting
-from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from pdserve.ipc.frames import Frames, framed

@@ -19,8 +19,8 @@ from connector.backends.null import NullConnector
 from connector.setup import ConnectorSetup
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import Result, StepPipeline
+from engine.grammars.workers import GrammarWorkers
 from engine.scheduler.drafting import no_drafting
-from engine.scheduler.grammar_workers import GrammarWorkers
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculation.draft_planner import DraftOptions, DraftPlanner

@@ -6,5 +6,5 @@ request ──► structured_outputs.py   the fields as one grammar of llguidanc
               work_budget.py         bounds the work of all of these; conversion.py runs them, the long ones on a thread
         ──► grammar_checker.py      compiles it in grammar_worker.py, a separate process; on failure: 400
               schema_problems.py     with the keyword and its place
-        ──► nodes                   mask the tokens that it excludes (engine/scheduler/grammar_workers.py)
+        ──► nodes                   mask the tokens that it excludes (engine/grammars/workers.py)
 """

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.scheduler.fair_jobs import FairJobs
+from engine.grammars.fair_jobs import FairJobs
 from engine.sequence_parts import Constraint
 from pdserve.checkpoint.files import MAX_TOKENIZER, read_text
 from pdserve.errors import RequestError

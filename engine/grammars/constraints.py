@@ -1,4 +1,4 @@
-"""Tracks which requests and choices wait for results of engine/scheduler/grammar_workers.py, and applies token rules.
+"""Tracks which requests and choices wait for results of engine/grammars/workers.py, and applies token rules.
 
     submitted ──compiled──► queued …  a choice: mask ready ──planned──► token sampled ──applied──► next mask ready ──► …
                                                           └─ not scheduled again until then ───┘
@@ -13,8 +13,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection
 
+from engine.grammars.workers import Advance, Compiled, GrammarWorkers
 from engine.request import Request
-from engine.scheduler.grammar_workers import Advance, Compiled, GrammarWorkers
 from engine.sequence import Sequence
 from engine.sequence_parts import Constraint
 from engine.token_rules import ChoiceRules, TokenRules
