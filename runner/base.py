@@ -23,9 +23,9 @@ from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
-from runner.loading.kv_memory import layouts_that_fit
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
+from runner.memory.kv_memory import layouts_that_fit
 from runner.pending_step import FinishedStep, step_without_samples
 from runner.pinned_memory import reserve_pinned_memory
 from runner.pooling import PromptPooling

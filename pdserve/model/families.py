@@ -122,7 +122,7 @@ def _sliding_layers(fields: ConfigFields, num_layers: int) -> list[bool] | None:
 
 
 class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
-    module: str  # runner.models.<module> has the class, named like the architecture; also config.json's model_type
+    module: str  # a file in runner/models/families/; the class is named like the architecture; also model_type
     defaults: Mapping[str, Any] = {}  # values that transformers assumes where config.json lacks a field
     windows: Callable[[ConfigFields, int], Windows] = full_attention
     has_sinks: bool = False  # attention has sinks

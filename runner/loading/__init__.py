@@ -1,1 +1,1 @@
-"""Load a checkpoint: weights, memory checks and KV cache size."""
+"""Load a checkpoint, offer its weights to peers, and change the weights of a running model."""

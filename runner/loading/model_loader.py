@@ -22,13 +22,13 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.draft_head import load_draft_head
-from runner.loading.kv_memory import free_memory
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch
 from runner.loading.peer_weights import PeerWeights
 from runner.loading.stored_weights import StoredWeights
 from runner.loading.weights import OpenWeights, open_weights
+from runner.memory.kv_memory import free_memory
 from runner.models.decoder import Decoder
 from runner.models.model import Model
 from runner.models.quantization.unquantized import held_dtype

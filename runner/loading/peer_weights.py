@@ -29,8 +29,8 @@ from pdserve.errors import CapacityError, PdserveError
 from pdserve.kv.layout import KVRegion
 from pdserve.protocols import WeightReader
 from pdserve.weights.sharing import PartRead, cover, find_tensors
-from runner.loading.kv_memory import free_memory
 from runner.loading.stored_dtypes import STORED_DTYPES
+from runner.memory.kv_memory import free_memory
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_kv_scales, check_same_model
 from pdserve.errors import CheckpointError, PdserveError
 from pdserve.weights.change import WeightChange
-from runner.loading.kv_memory import free_memory
 from runner.loading.model_loader import LoadedModel
 from runner.loading.patches import CheckedPatch
+from runner.memory.kv_memory import free_memory
 
 T = TypeVar("T")
 

@@ -1,1 +1,1 @@
-"""Model definitions, shared by all runners."""
+"""Model definitions, shared by all runners: ``families/`` on ``decoder.py`` and ``layers/``."""

@@ -10,6 +10,6 @@ from runner.models.decoder import Decoder
 
 def decoder_class(architecture: str) -> type[Decoder]:
     """Import the architecture's class from the module that its entry in ``FAMILIES`` names."""
-    module = importlib.import_module(f"runner.models.{FAMILIES[architecture].module}")
+    module = importlib.import_module(f"runner.models.families.{FAMILIES[architecture].module}")
     decoder: type[Decoder] = getattr(module, architecture)
     return decoder

@@ -14,7 +14,7 @@ from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import StepPlan
 from runner.base import BaseModelRunner, Progress
 from runner.distributed.parallel_state import ParallelState
-from runner.loading.process_memory import process_memory
+from runner.memory.process_memory import process_memory
 from runner.step_parts import StepFeature
 from runner.v2.async_output import AsyncOutputCopy
 from runner.v2.device_sampler import DeviceSampler

@@ -16,13 +16,13 @@ def test_code_blocks_are_in_the_files_they_name() -> None:
     blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
     assert [path for path, _ in blocks] == [
         "pdserve/model/families.py",
-        "runner/models/qwen2.py",
+        "runner/models/families/qwen2.py",
         "tests/support/checkpoints.py",
         "tests/runner/test_against_transformers.py",
     ]
     for path, code in blocks:
         assert code in (ROOT / path).read_text(), path
-    assert (ROOT / "runner/models/qwen2.py").read_text() == blocks[1][1]
+    assert (ROOT / "runner/models/families/qwen2.py").read_text() == blocks[1][1]
 
 
 def test_named_files_and_methods_exist() -> None:

@@ -14,8 +14,8 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.kv.layout import KVLayout
 from pdserve.kv.states import StateLayout
 from runner.distributed.parallel_state import ParallelState
-from runner.loading import process_memory
-from runner.loading.kv_memory import MemoryUse, layouts_that_fit
+from runner.memory import process_memory
+from runner.memory.kv_memory import MemoryUse, layouts_that_fit
 
 GIB = 1 << 30
 RESERVE = 1 * GIB  # at most

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.models.qwen3_next import Qwen3NextForCausalLM
+from runner.models.families.qwen3_next import Qwen3NextForCausalLM
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from runner.attention import AttentionBackend
 from runner.batch import Activations, RotaryCosSin
+from runner.models.families.mixtral import MixtralForCausalLM
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.weight_shard import WeightShard, WeightShards
-from runner.models.mixtral import MixtralForCausalLM
 
 
 class MiniMaxM2Attention(Attention):

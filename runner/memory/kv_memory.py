@@ -17,7 +17,7 @@ from pdserve.host import memory_limits
 from pdserve.kv.layout import MAX_BLOCKS, KVLayout
 from pdserve.kv.states import LEAST_SLOTS, StateLayout
 from runner.distributed.parallel_state import ParallelState
-from runner.loading.process_memory import process_memory
+from runner.memory.process_memory import process_memory
 
 _log = logging.getLogger(__name__)
 

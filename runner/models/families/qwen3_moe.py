@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.models.qwen3 import Qwen3ForCausalLM
+from runner.models.families.qwen3 import Qwen3ForCausalLM
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.models.deepseek_v2 import DeepseekV2ForCausalLM
+from runner.models.families.deepseek_v2 import DeepseekV2ForCausalLM
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV2ForCausalLM):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.models.qwen3_5_text import Qwen3_5ForCausalLM
+from runner.models.families.qwen3_5_text import Qwen3_5ForCausalLM
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

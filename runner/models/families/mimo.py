@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from runner.models.families.qwen2 import Qwen2ForCausalLM
 from runner.models.layers.token_predictor import PredictorNames
-from runner.models.qwen2 import Qwen2ForCausalLM
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
