@@ -34,12 +34,12 @@ from typing import NamedTuple
 import msgspec
 
 from cli.plan.costs import Costs, Shape, costs_as_toml, rising
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
+from node.engine_client.launched_engine import launch_engine
+from node.engine_client.request_events import Event
 from node.kv_events.event_log import group_kinds
 from node.kv_events.options import KVEventOptions
 from node.kv_events.publisher import KVEventPublisher
-from node.launched_engine import launch_engine
-from node.request_events import Event
 from pdserve.config.device import detect_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.device import detect_devices
 from pdserve.config.parallel import choose_parallel_config, num_parameters
-from pdserve.model.kept_weights import MXFP4_BLOCK
 from pdserve.model.model_config import load_model_config
+from pdserve.model.quantization.kept_weights import MXFP4_BLOCK
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.decoder_weights import DecoderWeights
 from runner.models.layers.weight_shard import WeightShard

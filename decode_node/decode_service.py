@@ -7,8 +7,8 @@ from collections.abc import AsyncIterable
 from decode_node.handoff_driver import Handoffs
 from decode_node.router_stream import RouterStream
 from node.context import NodeContext
-from node.served_streams import ServedStreams
-from node.stream_writer import Context
+from node.streams.served_streams import ServedStreams
+from node.streams.stream_writer import Context
 from pdserve.errors import Draining
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
+from node.engine_client.request_events import Event, error_of
 from node.load_spans import prefill_attributes
 from node.reading.handoff_executor import HandoffEvent
-from node.request_events import Event, error_of
-from node.stream_writer import StreamWriter
+from node.streams.stream_writer import StreamWriter
 from pdserve.errors import DeadlineExceeded, PdserveError
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import (

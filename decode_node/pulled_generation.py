@@ -15,7 +15,7 @@ import msgspec
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import NodeGeneration
 from decode_node.handoff_policy import HandoffPolicy
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
 from node.load_spans import pull_attributes
 from node.reading.peers import KVPeers
 from node.reading.pull_driver import Pull

@@ -9,7 +9,7 @@ from decode_node.handoff_driver import Handoffs
 from decode_node.request_trace import RequestTrace
 from node.context import NodeContext
 from node.request_checks import check_request, check_resume
-from node.served_streams import ServedStream
+from node.streams.served_streams import ServedStream
 from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES

@@ -11,9 +11,9 @@ import grpc
 from prometheus_client.metrics_core import Metric
 
 from node.drain import Drainable
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
 from node.health import NodeState
-from node.served_streams import Violations
+from node.streams.served_streams import Violations
 from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError

@@ -33,8 +33,8 @@ from node.service import NODE_SERVICE, NodeService, add_node_service, describe
 from node.weights.changes import CHANGES_SERVICE, Power, WeightChanges, WeightChangesService, WeightOrder
 from node.weights.peers import WEIGHTS_SERVICE, WeightsService, find_weights
 from pdserve.checkpoint.file_states import check_same_files
-from pdserve.config.background_compile import compiling_beside
 from pdserve.config.config_with_weights import host_digests, with_host_digests
+from pdserve.config.kernels.background_compile import compiling_beside
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, EngineDied, NodeError, PdserveError
 from pdserve.host.process import StatusWriter

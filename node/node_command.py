@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from node.engine_client.launched_engine import launched_engine
 from node.frontend_flags import FrontendOptions
-from node.launched_engine import launched_engine
 from pdserve.config.multi_host import LocalRanks, add_host_flags, local_ranks_from
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
 from pdserve.flags.declaration import add_flags, options_from
@@ -86,7 +86,7 @@ class NodeProgram:
         except Exception as exc:
             status.failed(exc)
             if exit_status(exc) == EXIT_FAILED and not options.simulated:
-                from pdserve.config.triton_hosts import forget_success
+                from pdserve.config.kernels.triton_hosts import forget_success
 
                 forget_success()
             raise

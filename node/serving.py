@@ -11,9 +11,9 @@ import grpc
 
 from node.context import NodeContext, Role, new_epoch
 from node.drain import ShutdownSignals
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
+from node.engine_client.launched_engine import LaunchedEngine
 from node.frontend_flags import FrontendOptions
-from node.launched_engine import LaunchedEngine
 from node.metrics import exported_registry
 from node.node import Node
 from pdserve.config.device import node_devices

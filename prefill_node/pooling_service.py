@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from node.context import NodeContext
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
+from node.engine_client.request_events import Event, error_of
 from node.request_checks import check_request
-from node.request_events import Event, error_of
-from node.stream_writer import Context
+from node.streams.stream_writer import Context
 from pdserve.errors import Draining, NodeError, PdserveError, RequestError
 from pdserve.ipc.messages import Cancel, Mode, Pooled, Prefilled, Refused, Submit
 from pdserve.model.pooling import EMBED, MEAN, PoolingConfig

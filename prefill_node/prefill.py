@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from node.engine_client.request_events import Event
 from node.leasing.leases import LeaseId, LeaseState
 from node.leasing.prompt_trace import PromptTrace
 from node.leasing.prompts import LeasedPrompt, LeasedPrompts
 from node.reading.pull_driver import PullDriver
-from node.request_events import Event
 from pdserve.errors import EngineCrashed, PdserveError
 from pdserve.ipc.messages import (
     DecodeAheadEnded,

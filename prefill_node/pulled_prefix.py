@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
 from node.load_spans import pull_attributes
 from node.reading.peers import KVPeers
 from node.reading.pull_driver import Pull

@@ -20,7 +20,7 @@ from cli.variables import describe_unread, unread_variables
 from pdserve.checkpoint.hub import is_hub_id, resolve_model
 from pdserve.checkpoint.weight_files import weight_files
 from pdserve.config.device import node_devices
-from pdserve.config.flashinfer_hosts import compiler_problem, describe_missing
+from pdserve.config.kernels.flashinfer_hosts import compiler_problem, describe_missing
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.errors import CheckpointError

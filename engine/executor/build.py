@@ -21,10 +21,10 @@ from engine.executor.rank_messages import Assign, Hello, RankReady
 from engine.executor.rank_processes import Failure, LaunchedRank, RankChannel, RankProcesses
 from engine.executor.rendezvous import JoinedRank, Rendezvous, listen
 from pdserve.checkpoint.file_states import check_same_files
-from pdserve.config.flashinfer_hosts import without_flashinfer
+from pdserve.config.kernels.flashinfer_hosts import without_flashinfer
+from pdserve.config.kernels.triton_hosts import without_triton
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.host_kv import host_room
-from pdserve.config.triton_hosts import without_triton
 from pdserve.errors import CapacityError
 from pdserve.host.process import EXIT_FAILED
 from pdserve.ipc.frames import framed

@@ -17,8 +17,8 @@ from types import FrameType
 
 from engine.executor.rank_processes import spawn_rank
 from engine.executor.rendezvous import connect_leader, join, make_hello
-from pdserve.config.background_compile import compiling_beside
 from pdserve.config.device import node_devices
+from pdserve.config.kernels.background_compile import compiling_beside
 from pdserve.config.multi_host import LocalRanks
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions

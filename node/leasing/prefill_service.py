@@ -9,8 +9,8 @@ from itertools import count
 from node.context import NodeContext
 from node.leasing.prompts import LeasedPrompts, StartPrefill
 from node.leasing.reader_stream import ReaderStream
-from node.served_streams import ServedStreams
-from node.stream_writer import Context
+from node.streams.served_streams import ServedStreams
+from node.streams.stream_writer import Context
 from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol, differences
 from pdserve.errors import Draining, PdserveError, PeerError
 from pdserve.pb import pdserve_pb2 as pb

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from node.engine_client import EngineClient
+from node.engine_client.client import EngineClient
+from node.engine_client.request_events import Event, error_of
 from node.leasing.leases import Lease, LeaseId, LeaseState, LeaseTable
 from node.leasing.prompt_trace import PromptTrace
-from node.request_events import Event, error_of
 from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
 from pdserve.ipc.messages import Cancel, Fetched, FreeLease, LeaseCached, Leased, Refused
 from pdserve.kv.states import NO_SLOT

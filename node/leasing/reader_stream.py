@@ -13,7 +13,7 @@ from node.leasing.leases import LeaseId
 from node.leasing.prompt_trace import PromptTrace
 from node.leasing.prompts import CachedPrompt, LeasedPrompts, StartPrefill
 from node.request_checks import check_request, check_skip
-from node.served_streams import ServedStream
+from node.streams.served_streams import ServedStream
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.errors import failure_to_pb

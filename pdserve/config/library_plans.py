@@ -1,7 +1,7 @@
 """The plans by which transformers splits a model type over ranks, read from the library's source.
 
 A node must say before it loads weights whether ``--tp`` and ``--pp`` are possible. So the literals
-``base_model_tp_plan`` and ``base_model_pp_plan`` of a config class are parsed (``library_configs.py``).
+``base_model_tp_plan`` and ``base_model_pp_plan`` of a config class are parsed (``pdserve/model/from_transformers/``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pdserve.config.parallel import ParallelConfig
 from pdserve.errors import ConfigError, shown
 from pdserve.model.config_fields import ConfigFields
-from pdserve.model.library_configs import config_class, literal
+from pdserve.model.from_transformers.library_configs import config_class, literal
 from pdserve.model.text_part import text_kind
 
 #: Styles of tensor-parallel plans that runner/models/from_transformers/tensor_shards.py knows.

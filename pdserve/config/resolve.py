@@ -16,7 +16,7 @@ from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.attention_backends import Platform, flashinfer_kernels
-from pdserve.config.flashinfer_hosts import compiler_problem, missing_kernels, with_compiled_kernels
+from pdserve.config.kernels.flashinfer_hosts import compiler_problem, missing_kernels, with_compiled_kernels
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import AUTO, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options, model_name
@@ -59,8 +59,8 @@ from pdserve.host.cpus import usable_cpus
 from pdserve.kv.layout import FP8_E4M3
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, SCORE, PoolingConfig, read_pooling
+from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, storage_rules
 from pdserve.model.text_part import text_headers
-from pdserve.model.weight_formats import FP8_AT_LOAD, storage_rules
 
 _IMPL_REASONS = {NATIVE: "its architecture has native layers", TRANSFORMERS: "its architecture has no native layers"}
 

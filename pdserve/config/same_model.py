@@ -16,7 +16,7 @@ from pdserve.errors import CheckpointError, shown
 from pdserve.kv.layout import UNSCALED
 from pdserve.model.model_config import MAY_DIFFER, load_model_config
 from pdserve.model.pooling import EMBED
-from pdserve.model.weight_formats import FP8_AT_LOAD, UNQUANTIZED
+from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, UNQUANTIZED
 
 
 def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:

@@ -15,28 +15,34 @@ from pdserve.errors import shown
 from pdserve.kv.groups import KVCacheGroups, cut_into_groups
 from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
 from pdserve.kv.states import GatedDeltaSpec
-from pdserve.model.any_decoder import add_defaults, read_heads, read_positions, read_windows, rename_fields
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.eagle3 import Eagle3Config, TargetSizes
 from pdserve.model.eos_tokens import eos_token_ids
 from pdserve.model.families import FAMILIES
-from pdserve.model.kept_weights import kept_format
+from pdserve.model.from_transformers.any_decoder import (
+    add_defaults,
+    read_heads,
+    read_positions,
+    read_windows,
+    rename_fields,
+)
 from pdserve.model.latent import LatentConfig, read_latent
 from pdserve.model.moe import MoEConfig
-from pdserve.model.quantization_config import read_weight_format
-from pdserve.model.recurrent import read_gated_delta
-from pdserve.model.rope import RopeConfig, read_rope
-from pdserve.model.text_part import take_text_part, text_headers
-from pdserve.model.unread_fields import check_unread, unread_names
-from pdserve.model.unserved_kinds import check_kind
-from pdserve.model.weight_formats import (
+from pdserve.model.quantization.kept_weights import kept_format
+from pdserve.model.quantization.quantization_config import read_weight_format
+from pdserve.model.quantization.weight_formats import (
     SUPPORTED_DTYPES,
     UNQUANTIZED,
     WEIGHT_FORMATS,
     WeightFormat,
     storage_rules,
 )
+from pdserve.model.recurrent import read_gated_delta
+from pdserve.model.rope import RopeConfig, read_rope
+from pdserve.model.text_part import take_text_part, text_headers
+from pdserve.model.unread_fields import check_unread, unread_names
+from pdserve.model.unserved_kinds import check_kind
 
 NATIVE = "native"
 TRANSFORMERS = "transformers"

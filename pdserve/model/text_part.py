@@ -17,7 +17,7 @@ from typing import Any
 from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.model.config_fields import ConfigFields
-from pdserve.model.library_configs import library_defaults
+from pdserve.model.from_transformers.library_configs import library_defaults
 
 #: Kinds of multimodal models, and the kind of their text model where text_config names none.
 MULTIMODAL: Mapping[str, str] = {

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from pdserve.config.attention_backends import FlashInferKernel
-from pdserve.config.background_compile import CompileOrder, compile_missing, end_with_stdin, give_way
+from pdserve.config.kernels.background_compile import CompileOrder, compile_missing, end_with_stdin, give_way
 from pdserve.errors import NodeError
 from pdserve.host.process import run_command
 

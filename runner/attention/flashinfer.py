@@ -19,7 +19,7 @@ from flashinfer.utils import MaskMode, PosEncodingMode, TensorLayout, determine_
 from torch import Tensor
 
 from pdserve.config.attention_backends import FlashInferKernel
-from pdserve.config.flashinfer_hosts import record_compiled, search_path
+from pdserve.config.kernels.flashinfer_hosts import record_compiled, search_path
 from pdserve.model.attention_spec import AttentionSpec
 
 _PLAN_BYTES = 8 << 20  # FlashInfer's own size for a plan

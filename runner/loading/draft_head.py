@@ -14,7 +14,7 @@ import torch
 from pdserve.errors import CheckpointError
 from pdserve.model.eagle3 import UNUSED_TENSORS, plain_name
 from pdserve.model.model_config import ModelConfig
-from pdserve.model.weight_formats import UNQUANTIZED
+from pdserve.model.quantization.weight_formats import UNQUANTIZED
 from runner.loading.weights import OpenWeights, check_weights, fill_random, fill_shard, open_weights
 from runner.models.decoder import Decoder
 from runner.models.layers.eagle3 import Eagle3Head

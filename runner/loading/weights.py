@@ -23,10 +23,10 @@ from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import collect_headers, weight_files
 from pdserve.errors import CheckpointError
-from pdserve.model.kept_weights import is_linear
 from pdserve.model.model_config import NATIVE, ModelConfig
+from pdserve.model.quantization.kept_weights import is_linear
+from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, storage_rules
 from pdserve.model.text_part import causal_name, text_headers
-from pdserve.model.weight_formats import FP8_AT_LOAD, storage_rules
 from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.peer_weights import PeerSlice, PeerWeights

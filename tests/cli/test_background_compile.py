@@ -18,7 +18,7 @@ from machine import patience
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.attention_backends import FlashInferKernel, Platform
-from pdserve.config.background_compile import CompileOrder, compile_command, compiling_beside
+from pdserve.config.kernels.background_compile import CompileOrder, compile_command, compiling_beside
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
@@ -32,8 +32,8 @@ STAND_IN = """
 import os, subprocess, sys, time
 from pathlib import Path
 from pdserve.config.attention_backends import FlashInferKernel
-from pdserve.config.background_compile import compile_missing, end_with_stdin, give_way
-from pdserve.config.flashinfer_hosts import record_compiled
+from pdserve.config.kernels.background_compile import compile_missing, end_with_stdin, give_way
+from pdserve.config.kernels.flashinfer_hosts import record_compiled
 
 folder, seconds = Path(sys.argv[1]), sys.argv[2]
 end_with_stdin()
@@ -57,7 +57,7 @@ compile_missing((FlashInferKernel("bfloat16", 128, 128, windowed=False),), (9, 0
 #: A node that compiles until it is killed.
 NODE = """
 import sys, time, msgspec
-from pdserve.config.background_compile import compiling_beside
+from pdserve.config.kernels.background_compile import compiling_beside
 from pdserve.config.node_config import NodeConfig
 
 with compiling_beside(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=NodeConfig), sys.argv[2:]):
@@ -106,7 +106,7 @@ def wait_gone(gone: list[psutil.Process]) -> None:
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
     """logged(level): the messages of a level."""
-    caplog.set_level(logging.INFO, "pdserve.config.background_compile")
+    caplog.set_level(logging.INFO, "pdserve.config.kernels.background_compile")
     return lambda level: [record.message for record in caplog.records if record.levelname == level]
 
 
@@ -211,7 +211,7 @@ def test_a_cache_without_records_is_an_error(config: NodeConfig, logged: Callabl
     """Each start would compile again without a word."""
     code = (
         "from pdserve.config.attention_backends import FlashInferKernel\n"
-        "from pdserve.config.background_compile import compile_missing\n"
+        "from pdserve.config.kernels.background_compile import compile_missing\n"
         "from pdserve.host.process import run_command\n"
         "kernel = FlashInferKernel('bfloat16', 128, 128, windowed=False)\n"
         "run = lambda: compile_missing((kernel,), (9, 0), lambda kernel: None)\n"

@@ -15,9 +15,10 @@ import pytest
 from cli.doctor.checks import check_attention
 from cli.doctor.findings import Level
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config import flashinfer_hosts, resolve
+from pdserve.config import resolve
 from pdserve.config.attention_backends import FlashInferKernel, Platform, flashinfer_kernels
-from pdserve.config.flashinfer_hosts import (
+from pdserve.config.kernels import flashinfer_hosts
+from pdserve.config.kernels.flashinfer_hosts import (
     cache_folder,
     compiler_problem,
     missing_kernels,

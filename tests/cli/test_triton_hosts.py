@@ -16,11 +16,11 @@ from machine import patience
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.config.attention_backends import Platform
 from pdserve.config.device import detect_devices
+from pdserve.config.kernels.triton_hosts import forget_success, try_triton, without_triton
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
-from pdserve.config.triton_hosts import forget_success, try_triton, without_triton
 from pdserve.errors import ConfigError
 
 NO_GPU = DeviceInfo(kind="cuda", index=63, name="a GPU that is not there", memory=80 << 30)

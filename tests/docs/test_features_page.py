@@ -15,7 +15,7 @@ from pdserve.config.node_options import KV_CACHE_DTYPES, SPECULATE
 from pdserve.config.runner_oracle import DEFAULT_ARCHITECTURES
 from pdserve.kv.transports import REQUIRABLE
 from pdserve.model.families import FAMILIES
-from pdserve.model.weight_formats import stored_formats
+from pdserve.model.quantization.weight_formats import stored_formats
 from router.completions_api.chat_dialect import ChatDialect
 from router.completions_api.completions_dialect import CompletionsDialect
 from router.fleet.policy import POLICIES

@@ -19,7 +19,7 @@ import torch
 from fleet import MODEL_NAME, Fleet, NodeProcess
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
-from pdserve.config.flashinfer_hosts import cache_folder, compiler_problem
+from pdserve.config.kernels.flashinfer_hosts import cache_folder, compiler_problem
 from training.held_out import cases
 
 pytestmark = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from node.stream_writer import StreamWriter
+from node.streams.stream_writer import StreamWriter
 
 
 def test_entries_are_batched_into_one_message() -> None:

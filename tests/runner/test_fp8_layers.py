@@ -19,8 +19,8 @@ from torch import Tensor
 import runner
 from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.resolution.quantized_layers import kept_problem
-from pdserve.model.kept_weights import is_linear
 from pdserve.model.model_config import load_model_config
+from pdserve.model.quantization.kept_weights import is_linear
 from pdserve.protocols import ModelRunner
 from pdserve.sampling_params import SamplingParams
 from runner.kernels import activation

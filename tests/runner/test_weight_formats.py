@@ -21,7 +21,7 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import choose_parallel_config, num_parameters, weight_bytes
 from pdserve.config.resolve import resolve
 from pdserve.model.model_config import load_model_config
-from pdserve.model.weight_formats import WEIGHT_FORMATS, WeightFormat
+from pdserve.model.quantization.weight_formats import WEIGHT_FORMATS, WeightFormat
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import LinearMethod
 from runner.placement import TensorPlacement

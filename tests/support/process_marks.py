@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 _TESTS = Path(__file__).parents[1]
-_STARTERS = frozenset({"subprocess", "multiprocessing", "cli.up.supervisor", "node.engine_client"})
+_STARTERS = frozenset({"subprocess", "multiprocessing", "cli.up.supervisor", "node.engine_client.client"})
 
 
 def starts_processes(item: pytest.Function) -> bool:

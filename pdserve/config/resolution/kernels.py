@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import msgspec
 
 from pdserve.config.attention_backends import NO_BACKEND, Platform, check_backend, choose_backend, find_platform
+from pdserve.config.kernels.triton_hosts import try_triton
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolution.resolved import Resolved
 from pdserve.config.runner_oracle import Decision, Facts, decide, decide_simulated, uses_graphs
-from pdserve.config.triton_hosts import try_triton
 from pdserve.errors import ConfigError
 from pdserve.kv.layout import DTYPE_BYTES
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig

@@ -9,11 +9,11 @@ import msgspec
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.errors import ConfigError
-from pdserve.model.kept_weights import FP8, MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
 from pdserve.model.latent import LatentConfig
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.moe import MoEConfig
-from pdserve.model.weight_formats import FP8_AT_LOAD, UNQUANTIZED
+from pdserve.model.quantization.kept_weights import FP8, MXFP4, MXFP4_BLOCK, fp8_blocks, is_linear, kept_format
+from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, UNQUANTIZED
 
 _FUSED = (".experts.gate_up_proj", ".experts.down_proj")  # as transformers 5 saves experts
 _MEASURED = (9, 0)  # compute capability for which docs/numbers.md has figures

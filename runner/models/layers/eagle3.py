@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdserve.model.eagle3 import Eagle3Config
 from pdserve.model.model_config import ModelConfig
-from pdserve.model.weight_formats import UNQUANTIZED
+from pdserve.model.quantization.weight_formats import UNQUANTIZED
 from runner.attention import AttentionBackend
 from runner.distributed.pipeline_stages import Beside
 from runner.models.layers.attention import Attention

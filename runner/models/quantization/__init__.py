@@ -1,4 +1,4 @@
-"""Weight formats of linear layers and experts, one file each. ``pdserve/model/weight_formats.py`` has the table."""
+"""Weight formats of linear layers and experts, one file each; their table is in ``pdserve/model/quantization``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pdserve.model.weight_formats import WeightFormat
+from pdserve.model.quantization.weight_formats import WeightFormat
 from runner.batch import Quantized, Routing, SharedGate
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.placement import TensorPlacement

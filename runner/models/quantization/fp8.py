@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.model.kept_weights import fp8_blocks
+from pdserve.model.quantization.kept_weights import fp8_blocks
 from runner.batch import Quantized
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, row_runs
 from runner.models.quantization import LinearMethod

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.model.kept_weights import fp8_blocks
+from pdserve.model.quantization.kept_weights import fp8_blocks
 from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards

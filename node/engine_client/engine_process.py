@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import IO
 
-from node.launched_engine import LaunchedEngine
+from node.engine_client.launched_engine import LaunchedEngine
 from pdserve.errors import EngineDied
 from pdserve.host.process import describe_exit, killed_from_outside
 from pdserve.ipc.frames import Frames, framed

@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.errors import ConfigError, shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
-from pdserve.model.weight_formats import (
+from pdserve.model.quantization.weight_formats import (
     MODELOPT_ALGORITHMS,
     SUPPORTED_DTYPES,
     UNQUANTIZED,

@@ -7,7 +7,7 @@ from typing import Any
 
 from pdserve.checkpoint import quantized_weights
 from pdserve.checkpoint.quantized_weights import PLAIN
-from pdserve.model.weight_formats import FP8_AT_LOAD, UNQUANTIZED, WeightFormat, storage_rules
+from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, UNQUANTIZED, WeightFormat, storage_rules
 
 #: Names of linear layers and experts in native families; Mixtral's experts have the last three.
 _PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))

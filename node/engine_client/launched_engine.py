@@ -1,6 +1,6 @@
 """The start of an engine process, before this process has imported gRPC and read the node's configuration.
 
-The process imports its libraries meanwhile, and waits for a Configure. node/engine_process.py takes it over.
+The process imports its libraries meanwhile, and waits for a Configure. ``engine_process.py`` takes it over.
 """
 
 from __future__ import annotations

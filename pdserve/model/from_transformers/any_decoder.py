@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from pdserve.model.config_fields import LARGEST, ConfigFields
-from pdserve.model.library_configs import library_defaults
+from pdserve.model.from_transformers.library_configs import library_defaults
 
 #: Other names of fields, in the order in which they are looked for. Source: ``attribute_map`` of transformers' configs.
 _ALIASES: dict[str, tuple[str, ...]] = {

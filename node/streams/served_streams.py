@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from node.stream_writer import Context, StreamWriter
+from node.streams.stream_writer import Context, StreamWriter
 from pdserve.errors import RequestError
 from pdserve.logs import LimitedWarnings
 from pdserve.rpc.errors import abort

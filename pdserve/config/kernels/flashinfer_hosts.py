@@ -2,7 +2,7 @@
 
 FlashInfer compiles a kernel when a process first asks for it, for one to three minutes. So a node whose backend was
 chosen automatically starts with Triton's attention, compiles the kernels while it serves
-(``pdserve/config/background_compile.py``), and uses FlashInfer from its next start on. Both have the same KV layout.
+(``background_compile.py``), and uses FlashInfer from its next start on. Both have the same KV layout.
 
 A file in FlashInfer's cache records each compiled kernel, with all that makes FlashInfer compile it anew. It is looked
 up here without FlashInfer, whose import takes a second and torch.

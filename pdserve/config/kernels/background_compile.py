@@ -23,7 +23,7 @@ from typing import IO
 import msgspec
 
 from pdserve.config.attention_backends import FlashInferKernel
-from pdserve.config.flashinfer_hosts import cache_folder, missing_kernels
+from pdserve.config.kernels.flashinfer_hosts import cache_folder, missing_kernels
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import NodeError
 from pdserve.host.cpus import usable_cpus

@@ -1,7 +1,6 @@
 """The frontend's client of the engine: its start and end, its state, its weights, and commands to it.
 
-node/engine_process.py has the process and its sockets, node/request_events.py the events of
-requests.
+``engine_process.py`` has the process and its sockets, ``request_events.py`` the events of requests.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from node.engine_process import EngineProcess
-from node.launched_engine import LaunchedEngine, launch_engine
-from node.request_events import RequestEvents, RequestHandler, named_error
+from node.engine_client.engine_process import EngineProcess
+from node.engine_client.launched_engine import LaunchedEngine, launch_engine
+from node.engine_client.request_events import RequestEvents, RequestHandler, named_error
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineCrashed, EngineDied, PdserveError
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor

@@ -1,0 +1,1 @@
+"""The frontend's client of the engine: its process, its start, its events for requests."""

@@ -1,0 +1,1 @@
+"""Models that run through transformers, read from config.json and the library's source: it is not imported."""
