@@ -94,7 +94,7 @@ def serving(name: str, flags: str, args: argparse.Namespace) -> Iterator[Endpoin
     url = f"http://{LOCAL}:{port}"
     with Processes(name, args.out) as processes:
         words = [*shlex.split(args.node_flags), *shlex.split(flags)]
-        processes.start("serve", "cli", "serve", args.model, "--http", port, *words)
+        processes.start_module("serve", "cli", "serve", args.model, "--http", port, *words)
         end = time.monotonic() + args.start_timeout
         while not _is_ready(url):
             processes.check()

@@ -1,13 +1,14 @@
 """Goodput of OpenAI-compatible servers under open-loop load: latencies, and the share of requests within objectives.
 
     python bench/goodput.py --rates 8,16,24 --system pdserve=http://127.0.0.1:8000 \\
-        --system vllm=http://127.0.0.1:8100,http://127.0.0.1:8101
+        --system vllm=http://127.0.0.1:8100,http://127.0.0.1:8101 --system lmdeploy=lmdeploy:http://127.0.0.1:8200
     python bench/goodput.py --rates 16 --system vllm=vllm-pd:http://127.0.0.1:8100,http://127.0.0.1:8101
     python bench/goodput.py --trace conversation_trace.jsonl --requests 500 --system pdserve=http://127.0.0.1:8000
 
 A system has one URL, several that take requests round-robin, or is ``vllm-pd:P,D``: vLLM's prefill and decode server
-with the NIXL connector, whose ``kv_transfer_params`` this client hands over. Systems are measured one after the other
-with the same requests. A cache salt per measurement keeps prompts out of prefix caches that earlier ones have filled.
+with the NIXL connector, whose ``kv_transfer_params`` this client hands over. ``lmdeploy:URL`` is LMDeploy, which takes
+token ids at ``/generate`` only. Systems are measured one after the other with the same requests. A cache salt per
+measurement keeps prompts out of prefix caches that earlier ones have filled.
 
 Requests arrive as a Poisson process or at the times of a trace in Mooncake's format, scaled to ``--rates``. Each has a
 fixed number of output tokens (``ignore_eos``). Per request: TTFT from sending to the first token, the mean time per
@@ -22,19 +23,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import uvloop
 from loads import Load, add_load_flags, make_loads, open_loop, random_load
-from systems import VLLM_PD, System
+from systems import SYSTEMS, System
 
 from cli.bench.http_load import PERCENTILES, ServerError, Trace, first_model, percentiles
-from cli.bench.requests import completion_body
 from pdserve.errors import ConfigError, shown
 from pdserve.flags.value_types import positive_int
 from pdserve.host.process import run_command
@@ -50,7 +51,7 @@ class Result:
 
     system: str
     load: str
-    rate: float
+    rate: float | None  # requests/s; None: all at once
     requests: int
     errors: int
     first_error: str
@@ -69,7 +70,7 @@ class Result:
     @property
     def warning(self) -> str:
         """Say why the client distorts the figures; empty if it does not."""
-        late = self.late_ms["p99"]
+        late = self.late_ms["p99"] if self.rate is not None else 0.0  # no client sends all at once
         if late > 1e3 * LATE or self.client_cpu > BUSY:
             return f"the client could not keep up (sent {late:.0f} ms late at p99, {self.client_cpu:.0%} of a core)"
         return ""
@@ -100,7 +101,7 @@ def summarize(
     return Result(
         system=system,
         load=load.name,
-        rate=load.rate,
+        rate=load.rate if math.isfinite(load.rate) else None,
         requests=len(traces),
         errors=len(traces) - len(ended),
         first_error=next((trace.error for trace in traces if trace.error), ""),
@@ -120,7 +121,7 @@ def summarize(
 
 async def run_load(system: System, model: str, load: Load, timeout: float) -> list[Trace]:
     salt = uuid.uuid4().hex
-    bodies = [completion_body(model, request, salt) for request in load.requests]
+    bodies = [system.body(model, request, salt) for request in load.requests]
 
     async def send(number: int, trace: Trace) -> None:
         await system.complete(number, bodies[number], load.requests[number].num_tokens, trace, timeout)
@@ -128,10 +129,15 @@ async def run_load(system: System, model: str, load: Load, timeout: float) -> li
     return await open_loop(load.requests, send)
 
 
-async def measure(system: System, loads: Sequence[Load], args: argparse.Namespace, results: list[Result]) -> None:
-    """Warm a system up and append its result at each load. Raises ServerError if it serves no warm-up request."""
+async def measure(
+    system: System, loads: Sequence[Load], args: argparse.Namespace, report: Callable[[Result], None]
+) -> None:
+    """Send the first load as a warm-up; report the result at each other load.
+
+    Raises ServerError if the system serves no request of the warm-up.
+    """
     model = args.model or await first_model(system.endpoints[0])
-    warmup = random_load(args, min(load.rate for load in loads), args.warmup, "warm-up")
+    warmup, *loads = loads
     warm = await run_load(system, model, warmup, args.timeout)
     if all(trace.error for trace in warm):
         raise ServerError(f"every request of the warm-up failed, the first one with: {warm[0].error}")
@@ -146,10 +152,27 @@ async def measure(system: System, loads: Sequence[Load], args: argparse.Namespac
             gc.enable()
         took = time.perf_counter() - began, time.process_time() - cpu
         result = summarize(system.name, load, traces, took, args.goodput)
-        results.append(result)
         print(progress(result), file=sys.stderr, flush=True)
-        if args.json:
-            args.json.write_text(json.dumps({"load": load_text(args), "results": [*map(asdict, results)]}, indent=2))
+        report(result)
+
+
+class Report:
+    """The results so far, which ``--json`` gets after each measurement."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.results: list[Result] = []
+        self._args = args
+
+    def add(self, result: Result) -> None:
+        self.results.append(result)
+        if self._args.json:
+            content = {"load": load_text(self._args), "results": [*map(asdict, self.results)]}
+            self._args.json.write_text(json.dumps(content, indent=2))
+
+
+def with_warmup(loads: Sequence[Load], args: argparse.Namespace) -> list[Load]:
+    """Return the loads after a warm-up, whose requests come at the lowest rate of all."""
+    return [random_load(args, min(load.rate for load in loads), args.warmup, "warm-up"), *loads]
 
 
 def load_text(args: argparse.Namespace) -> str:
@@ -160,7 +183,7 @@ def load_text(args: argparse.Namespace) -> str:
 
 
 def progress(result: Result) -> str:
-    text = f"{result.system}, {result.load}/s: {result.requests} requests in {result.seconds:.1f} s, TTFT "
+    text = f"{result.system}, load {result.load}: {result.requests} requests in {result.seconds:.1f} s, TTFT "
     text += f"{shares(result.ttft_ms)}, per token {shares(result.tpot_ms, 1)}, longest gap {shares(result.gap_ms)} ms, "
     text += f"{result.output_tokens_per_s:.0f} tokens/s, {result.goodput:.0%} within objectives"
     if result.errors:
@@ -208,23 +231,26 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    system = f"NAME=URL[,URL…] or NAME={VLLM_PD}:P,D"
-    parser.add_argument("--system", action="append", default=[], metavar="SYSTEM", help=system)
+    parser.add_argument("--system", action="append", default=[], metavar="SYSTEM", help=SYSTEMS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, after each measurement")
+    add_measurement_flags(parser)
+    add_load_flags(parser)
+
+
+def add_measurement_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="default: the first model that a system lists")
     goodput = "objectives per request in ms: ttft:MS, tpot:MS, gap:MS (default: ttft:500 tpot:20)"
     parser.add_argument("--goodput", nargs="+", default=["ttft:500", "tpot:20"], metavar="KEY:MS", help=goodput)
     parser.add_argument("--warmup", type=positive_int, default=32, metavar="N", help="requests before a measurement")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds per request")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, after each measurement")
-    add_load_flags(parser)
 
 
-async def run(systems: Sequence[System], loads: Sequence[Load], args: argparse.Namespace, results: list[Result]) -> int:
+async def run(systems: Sequence[System], loads: Sequence[Load], args: argparse.Namespace, report: Report) -> int:
     """Measure the systems; return how many did not serve."""
     failed = 0
     for system in systems:
         try:
-            await measure(system, loads, args, results)
+            await measure(system, loads, args, report.add)
         except ServerError as exc:
             print(f"{system.name}: error: {exc}", file=sys.stderr, flush=True)
             failed += 1
@@ -239,10 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     systems = [System.of(text) for text in args.system]
     if not systems or len({system.name for system in systems}) < len(systems):
         raise ConfigError("give one or more --system with different names")
-    results: list[Result] = []
-    failed = uvloop.run(run(systems, make_loads(args), args, results))
-    print(f"{load_text(args)}\n\n{table(results, [system.name for system in systems])}")
-    return 1 if failed or any(result.errors for result in results) else 0
+    report = Report(args)
+    failed = uvloop.run(run(systems, with_warmup(make_loads(args), args), args, report))
+    print(f"{load_text(args)}\n\n{table(report.results, [system.name for system in systems])}")
+    return 1 if failed or any(result.errors for result in report.results) else 0
 
 
 if __name__ == "__main__":

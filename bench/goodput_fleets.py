@@ -6,7 +6,9 @@
 
 A fleet is ``1p1d`` (one prefill and one decode node), ``2d`` (decode nodes that prefill, too), another pair of numbers,
 or ``up`` with flags of ``pdserve up``: ``"up --elastic"``. Nodes get ``--devices`` in this order; ``up``
-assigns its own. ``--node-flags`` go to every node and to ``up``. Each ``--system`` is a server that already runs; it is
+assigns its own. ``--node-flags`` go to every node and to ``up``. ``"vllm FLAGS"`` and ``"lmdeploy FLAGS"`` start one
+server of these engines; ``--vllm`` and ``--lmdeploy`` are the commands, with any environment:
+``--vllm "env HF_HUB_OFFLINE=1 /opt/vllm/bin/vllm serve"``. Each ``--system`` is a server that already runs; it is
 measured first. Other flags are those of bench/goodput.py.
 
 ``--out`` receives a log per process, goodput.json after each measurement and goodput.md. A fleet that does not start is
@@ -31,18 +33,21 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import uvloop
-from goodput import Result, add_flags, load_text, measure, parse_objectives, table
+from goodput import Report, add_flags, load_text, measure, parse_objectives, table, with_warmup
 from loads import make_loads
-from systems import System
+from systems import LMDEPLOY, OPENAI, System
 
-from cli.bench.http_load import ServerError
+from cli.bench.http_load import Endpoint, ServerError
 from pdserve.errors import ConfigError, shown
 from pdserve.host.process import run_command
 
 LOCAL = "127.0.0.1"
 STOP_SECONDS = 10.0  # from the stop signal to a process until its group is killed
+GROUP_SECONDS = 5.0  # from the kill of a group until all its processes have ended
 NODES = re.compile(r"(?:(\d+)p)?(\d+)d")  # a fleet: numbers of prefill and decode nodes
+FLEETS = "1p1d, 2d, 'up FLAGS', 'vllm FLAGS' or 'lmdeploy FLAGS'"
 READY_NODES = re.compile(r"^pdserve_nodes_ready{.*} (\S+)$", re.MULTILINE)
+PEERS = {"vllm": OPENAI, "lmdeploy": LMDEPLOY}  # other engines, with the kinds of their systems
 LAST_LINES = 15  # lines at the end of a log, shown if its process fails
 
 
@@ -69,15 +74,25 @@ class Processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            with suppress(ProcessLookupError):  # the next fleet needs the GPU memory of all
+                for _ in range(round(GROUP_SECONDS / 0.1)):
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
 
-    def start(self, name: str, module: str, *argv: str) -> Path:
+    def start_module(self, name: str, module: str, *argv: str) -> Path:
         """Start ``python -m module argv…``; return the path of its log."""
+        return self.start(name, [sys.executable, "-P", "-m", module, *argv])
+
+    def start(self, name: str, command: Sequence[str]) -> Path:
+        """Start a command; return the path of its log. Raises FleetError."""
         log = Path(f"{self._prefix}-{name}.log")
-        command = [sys.executable, "-P", "-m", module, *argv]
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            except OSError as exc:
+                raise FleetError(f"cannot start {shown(command[0])}: {exc.strerror}") from exc
         self._running.append((process, log))
         return log
 
@@ -105,9 +120,11 @@ def start_nodes(processes: Processes, args: argparse.Namespace, prefill: int, de
     for number, (role, node_port) in enumerate(zip(roles, free_ports(len(roles)), strict=True)):
         device = args.devices[number % len(args.devices)]
         node = [args.model_dir, "--port", node_port, "--device", device, *flags]
-        processes.start(f"{role}-{number}", f"{role}_node", *node, *(peers[: 2 * prefill] if role == "decode" else []))
+        if role == "decode":
+            node += peers[: 2 * prefill]
+        processes.start_module(f"{role}-{number}", f"{role}_node", *node)
         peers += [f"--{role}", f"{LOCAL}:{node_port}"]
-    processes.start("router", "router", args.model_dir, "--port", port, *peers)
+    processes.start_module("router", "router", args.model_dir, "--port", port, *peers)
 
 
 def nodes_ready(url: str) -> int:
@@ -117,6 +134,13 @@ def nodes_ready(url: str) -> int:
     return 0
 
 
+def lists_models(url: str) -> bool:
+    """Return whether the server at ``url`` lists its models; other engines do once they are ready."""
+    with suppress(OSError), urllib.request.urlopen(f"{url}/v1/models", timeout=5.0):
+        return True
+    return False
+
+
 def start(fleet: str, processes: Processes, args: argparse.Namespace, port: str) -> Callable[[], bool]:
     """Start the processes of a fleet; return whether all are ready, as a function."""
     if match := NODES.fullmatch(fleet):
@@ -124,16 +148,22 @@ def start(fleet: str, processes: Processes, args: argparse.Namespace, port: str)
         decode = int(match[2])
         start_nodes(processes, args, prefill, decode, port)
         return lambda: nodes_ready(f"http://{LOCAL}:{port}") == prefill + decode
-    flags = [*shlex.split(args.node_flags), *shlex.split(fleet)[1:]]
-    log = processes.start("up", "cli", "up", args.model_dir, "--port", port, *flags)
+    program, *flags = shlex.split(fleet)
+    if program in PEERS:
+        command = shlex.split(getattr(args, program))
+        listens = ["--host", LOCAL, "--port"] if program == "vllm" else ["--server-name", LOCAL, "--server-port"]
+        processes.start(program, [*command, args.model_dir, *listens, port, *flags])
+        return lambda: lists_models(f"http://{LOCAL}:{port}")
+    flags = [*shlex.split(args.node_flags), *flags]
+    log = processes.start_module("up", "cli", "up", args.model_dir, "--port", port, *flags)
     return lambda: b" is served at " in log.read_bytes()
 
 
 @contextmanager
-def running(fleet: str, args: argparse.Namespace) -> Iterator[System]:
+def running(fleet: str, args: argparse.Namespace, name: str) -> Iterator[System]:
     """Start a fleet and wait until every node is ready. Raises FleetError."""
     (port,) = free_ports(1)
-    with Processes(fleet, args.out) as processes:
+    with Processes(name, args.out) as processes:
         is_ready = start(fleet, processes, args, port)
         end = time.monotonic() + args.start_timeout
         while not is_ready():
@@ -141,25 +171,31 @@ def running(fleet: str, args: argparse.Namespace) -> Iterator[System]:
             if time.monotonic() > end:
                 raise FleetError(f"not ready after {args.start_timeout:g} s; see its logs in {args.out}")
             time.sleep(0.2)
-        yield System.of(f"{fleet.replace('=', ' ')}=http://{LOCAL}:{port}")
+        kind = PEERS.get(fleet.partition(" ")[0], OPENAI)
+        yield System(name, (Endpoint.of(f"http://{LOCAL}:{port}"),), kind)
 
 
-def measure_all(args: argparse.Namespace, results: list[Result]) -> int:
-    """Measure the running systems, then each fleet; append to ``results`` and return how many failed.
+def check_fleet(flag: str, fleet: str) -> None:
+    """Raise ConfigError for a fleet that ``start`` does not know."""
+    if not NODES.fullmatch(fleet) and fleet.partition(" ")[0] not in ("up", *PEERS):
+        raise ConfigError(f"{flag} {shown(fleet)} is invalid; use {FLEETS}")
+
+
+def measure_all(args: argparse.Namespace, report: Report) -> int:
+    """Measure the running systems, then each fleet; return how many failed.
 
     Raises ConfigError before the first measurement.
     """
     for fleet in args.fleets:
-        if not NODES.fullmatch(fleet) and fleet.partition(" ")[0] != "up":
-            raise ConfigError(f"--fleets {shown(fleet)} is invalid; use 1p1d, 2d or 'up FLAGS'")
+        check_fleet("--fleets", fleet)
     given = {text: System.of(text) for text in args.system}
-    loads = make_loads(args)
+    loads = with_warmup(make_loads(args), args)
     end = time.monotonic() + args.time_limit
     failed = 0
     for name in [*args.system, *args.fleets]:
         try:
-            with nullcontext(given[name]) if name in given else running(name, args) as system:
-                measurement = measure(system, loads, args, results)
+            with nullcontext(given[name]) if name in given else running(name, args, name) as system:
+                measurement = measure(system, loads, args, report.add)
                 uvloop.run(asyncio.wait_for(measurement, max(0.0, end - time.monotonic())))
         except (FleetError, ServerError) as exc:
             print(f"{name}: error: {exc}", file=sys.stderr, flush=True)
@@ -170,28 +206,35 @@ def measure_all(args: argparse.Namespace, results: list[Result]) -> int:
     return failed
 
 
+def add_start_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``running``, without ``--devices``."""
+    parser.add_argument("--node-flags", default="", metavar="FLAGS", help="flags of every node and of `pdserve up`")
+    parser.add_argument("--vllm", default="vllm serve", metavar="COMMAND", help="starts vLLM (default: %(default)s)")
+    lmdeploy = "starts LMDeploy (default: %(default)s)"
+    parser.add_argument("--lmdeploy", default="lmdeploy serve api_server", metavar="COMMAND", help=lmdeploy)
+    parser.add_argument("--out", type=Path, default=Path("goodput"), metavar="DIR", help="of logs and figures")
+    parser.add_argument("--start-timeout", type=float, default=180.0, metavar="S", help="until a fleet is ready")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_dir", metavar="MODEL", help="checkpoint of the fleets' nodes")
-    parser.add_argument(
-        "--fleets", nargs="*", default=["1p1d", "2d", "up --elastic"], metavar="FLEET", help="1p1d, 2d, 'up FLAGS'"
-    )
+    parser.add_argument("--fleets", nargs="*", default=["1p1d", "2d", "up --elastic"], metavar="FLEET", help=FLEETS)
     parser.add_argument("--devices", nargs="+", default=["cuda:0", "cuda:1"], metavar="DEVICE", help="of the nodes")
-    parser.add_argument("--node-flags", default="", metavar="FLAGS", help="flags of every node and of `pdserve up`")
-    parser.add_argument("--out", type=Path, default=Path("goodput"), metavar="DIR", help="of logs and figures")
-    parser.add_argument("--start-timeout", type=float, default=180.0, metavar="S", help="until a fleet is ready")
+    add_start_flags(parser)
     parser.add_argument("--time-limit", type=float, default=570.0, metavar="S", help="of the whole run")
     add_flags(parser)
     args = parser.parse_args(argv)
     args.goodput = parse_objectives(args.goodput)
     args.out.mkdir(parents=True, exist_ok=True)
     args.json = args.json or args.out / "goodput.json"
-    results: list[Result] = []
-    failed = measure_all(args, results)
-    report = f"{load_text(args)}\n\n{table(results, [*dict.fromkeys(result.system for result in results)])}"
-    (args.out / "goodput.md").write_text(report + "\n")
-    print(report)
-    return 1 if failed or any(result.errors for result in results) else 0
+    report = Report(args)
+    failed = measure_all(args, report)
+    names = dict.fromkeys(result.system for result in report.results)
+    text = f"{load_text(args)}\n\n{table(report.results, [*names])}"
+    (args.out / "goodput.md").write_text(text + "\n")
+    print(text)
+    return 1 if failed or any(result.errors for result in report.results) else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pdserve.flags.value_types import positive_int
 class Load(NamedTuple):
     """The requests at one rate, equal for every system. ``name`` is for tables."""
 
-    rate: float  # requests/s
+    rate: float  # requests/s; infinite: all at once
     requests: list[Request]
     name: str
 
@@ -91,17 +91,22 @@ async def open_loop(
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
+    add_request_flags(parser)
     parser.add_argument("--rates", type=parse_rates, metavar="R,…", help="requests/s; default 8,16,24 or the trace's")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals per rate (default %(default)s)")
     lengths = "as in `pdserve plan` (default %(default)s)"
     parser.add_argument("--prompt-tokens", default="mean=2000,sigma=0.8", metavar="LENGTH", help=lengths)
     parser.add_argument("--output-tokens", default="mean=200,sigma=0.8", metavar="LENGTH", help=lengths)
     also = "a further rate with lengths of its own, such as 20:mean=512,sigma=0.8:mean=512,sigma=0.8"
     parser.add_argument("--also", type=parse_also, action="append", default=[], metavar="R:IN:OUT", help=also)
-    parser.add_argument("--max-prompt-tokens", type=positive_int, default=12000, metavar="N", help="cuts longer ones")
-    parser.add_argument("--max-output-tokens", type=positive_int, default=1000, metavar="N", help="cuts longer ones")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="arrivals and prompts in Mooncake's format")
     parser.add_argument("--requests", type=positive_int, default=500, help="first requests of the trace")
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of random requests, without rates and lengths."""
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals per rate (default %(default)s)")
+    parser.add_argument("--max-prompt-tokens", type=positive_int, default=12000, metavar="N", help="cuts longer ones")
+    parser.add_argument("--max-output-tokens", type=positive_int, default=1000, metavar="N", help="cuts longer ones")
     parser.add_argument("--vocab", type=positive_int, default=4096, help="vocabulary size; prompts use its upper half")
     parser.add_argument("--seed", type=int, default=0)
 

@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -179,32 +180,44 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class EventReader:
-    """Records the tokens of a completion's server-sent events in a trace."""
+class StreamReader(ABC):
+    """Records the tokens of server-sent events in a trace."""
 
-    _decoder = msgspec.json.Decoder(_Event)
-
-    def __init__(self, trace: Trace, token_ids: list[int] | None = None) -> None:
-        """``token_ids`` receives the tokens themselves, if the server sends their ids."""
-        self.token_ids = token_ids
-        self._trace = trace
-        self._rest = b""
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
         self.other = b""  # lines that are no events, for example an error's body
+        self._rest = b""
+
+    @abstractmethod
+    def take(self, data: bytes, now: float) -> None:
+        """Record the tokens of one event, a JSON object."""
 
     def feed(self, data: bytes) -> None:
         now = time.perf_counter()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
-                self._take(self._decoder.decode(line[6:]), now)
+                self.take(line[6:], now)
             elif not line.startswith(b"data:"):
                 self.other += line
 
     def end(self) -> None:
         self.other += self._rest
 
-    def _take(self, event: _Event, now: float) -> None:
-        trace = self._trace
+
+class EventReader(StreamReader):
+    """Reads the events of a completion or chat in OpenAI's protocol."""
+
+    _decoder = msgspec.json.Decoder(_Event)
+
+    def __init__(self, trace: Trace, token_ids: list[int] | None = None) -> None:
+        """``token_ids`` receives the tokens themselves, if the server sends their ids."""
+        super().__init__(trace)
+        self.token_ids = token_ids
+
+    def take(self, data: bytes, now: float) -> None:
+        event = self._decoder.decode(data)
+        trace = self.trace
         if event.error is not None:
             trace.error = cut(str(event.error))
         for choice in event.choices:
@@ -236,7 +249,23 @@ async def complete(
     The trace gets an error instead of an exception. An answer without ``num_tokens`` tokens is an error; None accepts
     any number. ``token_ids`` receives the tokens.
     """
-    reader = EventReader(trace, token_ids)
+    await stream(endpoint, path, body, EventReader(trace, token_ids), timeout, headers)
+    if not trace.error and num_tokens is not None and trace.num_tokens != num_tokens:
+        trace.error = f"{trace.num_tokens} tokens instead of {num_tokens}"
+    elif not trace.error and not trace.tokens:
+        trace.error = "no event with text; the server must support return_token_ids"
+
+
+async def stream(
+    endpoint: Endpoint,
+    path: str,
+    body: bytes,
+    reader: StreamReader,
+    timeout: float,
+    headers: dict[str, str] | None = None,
+) -> None:
+    """Send a body and let ``reader`` read the answer. Its trace gets the time of sending, and any error."""
+    trace = reader.trace
     trace.start = trace.start or time.perf_counter()
     try:
         async with asyncio.timeout(timeout):
@@ -250,10 +279,6 @@ async def complete(
     reader.end()
     if status != 200:
         trace.error = f"HTTP {status}: {cut(reader.other.decode(errors='replace'))}"
-    elif not trace.error and num_tokens is not None and trace.num_tokens != num_tokens:
-        trace.error = f"{trace.num_tokens} tokens instead of {num_tokens}"
-    elif not trace.error and not trace.tokens:
-        trace.error = "no event with text; the server must support return_token_ids"
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:

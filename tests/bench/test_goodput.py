@@ -14,7 +14,7 @@ from fleet import copy_without_weights
 from goodput import is_good, parse_objectives, summarize, table
 from loads import Load, make_loads
 from openai_peer import TRANSFER, Peer
-from systems import System
+from systems import GenerateReader, System
 
 from cli.bench.http_load import EventReader, Trace
 from pdserve.errors import ConfigError
@@ -106,7 +106,7 @@ def test_invalid_objective_is_refused(text: str) -> None:
         parse_objectives([text])
 
 
-@pytest.mark.parametrize("text", ["http://h", "a=h:80", "a=vllm-pd:http://h", "a="])
+@pytest.mark.parametrize("text", ["http://h", "a=h:80", "a=vllm-pd:http://h", "a=lmdeploy:h", "a="])
 def test_invalid_system_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is invalid; use"):
         System.of(text)
@@ -131,6 +131,44 @@ def test_tokens_are_counted_as_they_arrive() -> None:
     assert (len(without_ids.tokens), without_ids.num_tokens) == (2, 3)
     reader.feed(b'data: {"error":{"message":"out of memory"}}\n\n')
     assert "out of memory" in without_ids.error
+
+
+def lmdeploy_event(ids: list[int], ending: str | None = None) -> str:
+    """Return an event as LMDeploy 0.18.0 sends it."""
+    reason = {"type": ending} if ending else None
+    unset = dict.fromkeys(("output_token_logprobs", "input_token_logprobs", "output_top_logprobs", "routed_experts"))
+    meta = {"prompt_tokens": 4, "completion_tokens": len(ids), "finish_reason": reason, **unset}
+    return json.dumps({"text": " w" * len(ids), "output_ids": ids, "meta_info": meta})
+
+
+def test_tokens_of_lmdeploy_are_counted_as_they_arrive() -> None:
+    read = Trace(0.0)
+    reader = GenerateReader(read)
+    stream = f"data: {lmdeploy_event([7])}\n\ndata: {lmdeploy_event([8, 9])}\n\n".encode()
+    for start in range(0, len(stream), 50):
+        reader.feed(stream[start : start + 50])
+    reader.feed(f"data: {lmdeploy_event([], 'length')}\n\ndata: [DONE]\n\n".encode())
+    assert (len(read.tokens), read.num_tokens, read.prompt_tokens, read.error) == (3, 3, 4, "")
+    reader.feed(f"data: {lmdeploy_event([], 'abort')}\n\n".encode())
+    assert "abort" in read.error
+    failed = Trace(0.0)
+    GenerateReader(failed).feed(b'data: {"error": {"message": "out of memory"}}\n\n')
+    assert "out of memory" in failed.error
+
+
+def test_lmdeploy_receives_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--rates", "40", "--seconds", "0.1", "--prompt-tokens", "4", "--output-tokens", "3", "--warmup", "1"]
+    with Peer(200, event=lmdeploy_event([5])) as server:
+        flags = ["--system", f"lm=lmdeploy:{server.url}", "--json", str(tmp_path / "json"), *words]
+        assert goodput.main(flags) == 0
+    (result,) = json.loads((tmp_path / "json").read_text())["results"]
+    assert (result["requests"], result["errors"]) == (4, 0)
+    assert server.paths == {"/generate"}
+    assert {len(body["input_ids"]) for body in server.bodies} == {4}
+    assert {(body["max_tokens"], body["top_k"]) for body in server.bodies} == {(3, 1)}
+    with Peer(200, event=lmdeploy_event([5, 6])) as server:
+        assert goodput.main(["--system", f"lm=lmdeploy:{server.url}", *words]) == 1
+    assert "6 tokens instead of 3" in capsys.readouterr().err
 
 
 ONE = Load(1.0, [], "1")
