@@ -25,7 +25,8 @@ class ScriptedJob(Job):
 
     "cancel" and "give up" come from D; "pause": its client stops reading, and reads on at once; "break": its reads fail
     from then on; "expire": P's lease ends. With digests: "corrupt": later digests are announced wrong; "overwrite": P's
-    blocks change after their announcement. What is pulled from P is served there from the beginning.
+    blocks change after their announcement. "delay reads", at no stage: D reads when P has nothing left to compute.
+    What is pulled from P is served there from the beginning.
     """
 
     arrival: int = 0
@@ -39,6 +40,14 @@ class ScriptedDecodeSide(DecodeSide):
     def __init__(self, node: Node, world: ScriptedWorld) -> None:
         super().__init__(node)
         self._world = world
+        self._delayed: list[tuple[Call, StartRead]] = []
+
+    def step(self, now: float) -> None:
+        if self._world.p.node.engine.idle:
+            for call, order in self._delayed:
+                super().read(call, order)
+            self._delayed.clear()
+        super().step(now)
 
     def start(self, rid: int, cached: int, now: float) -> None:
         super().start(rid, cached, now)
@@ -65,7 +74,11 @@ class ScriptedDecodeSide(DecodeSide):
         super().on(call, event, now)
 
     def read(self, call: Call, order: StartRead) -> None:
-        super().read(call, self._world.sabotaged(order))
+        assert isinstance(call.job, ScriptedJob)
+        if call.job.what == "delay reads":
+            self._delayed.append((call, order))
+        else:
+            super().read(call, self._world.sabotaged(order))
 
 
 class ScriptedWorld(World):

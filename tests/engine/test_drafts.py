@@ -121,8 +121,14 @@ def test_outputs_are_exact_through_handoffs(
 def test_outputs_continue_after_tokens_that_p_decoded_ahead(
     drafts: tuple[int, int], depth: tuple[int, int], planned: bool
 ) -> None:
+    """P decodes all tokens ahead that it may for the first request; how many for the others depends on threads."""
     sampling = SamplingParams(max_tokens=40)
-    some = [ScriptedJob([rid] * 30, sampling, mode=Mode.HANDOFF, ahead=20, arrival=40 * rid) for rid in range(3)]
+    some = [
+        ScriptedJob(
+            [rid] * 30, sampling, mode=Mode.HANDOFF, ahead=20, arrival=40 * rid, what="" if rid else "delay reads"
+        )
+        for rid in range(3)
+    ]
     world = ScriptedWorld(depth, (96, 72), some, drafts=drafts, planned_drafts=planned)
     world.run()
     ahead = [plan for plan in world.p.node.runner.launched if plan.num_decodes]
