@@ -189,7 +189,8 @@ class World:
                 nodes.start_decode(model, flags, {**RUNNER_ENVIRONMENTS[node.runner], **pulls})
             listed.write_text("".join(f"{node.address}\n" for node in nodes.nodes))
             policy = ["--policy", "prefix-aware"] if plan.pulls else []  # this policy names the nodes to pull from
-            nodes.start_router(model, ["--migrations", "50", *policy], pulls)
+            patient = ["--client-stall-timeout", str(ANSWER_SECONDS)]  # on a busy machine no D may pause for minutes
+            nodes.start_router(model, ["--migrations", "50", *patient, *policy], pulls)
             nodes.wait_ready(300.0)
             reference.wait_ready(300.0)
             world = World(nodes, reference)
