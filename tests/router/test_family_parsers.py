@@ -35,13 +35,14 @@ SCHEMAS: dict[str, Any] = {
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": s}} for name, s in SCHEMAS.items()]
 FAMILIES = {  # with the beginning and the end of what the model writes
     "qwen3_coder": ("<|im_start|>assistant", "<|im_end|>\n"),
+    "seed_oss": ("<seed:bos>assistant", "<seed:eos>"),
     "glm45": ("<think></think>", ""),
     "minimax_m2": ("]~b]ai\n", "[e~[\n"),
     "deepseek_v3": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "deepseek_v31": ("</think>", "<｜end▁of▁sentence｜>"),
     "deepseek_v32": ("</think>", "<｜end▁of▁sentence｜>"),
 }
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")
+TAGGED = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v32")
 TEMPLATES = {
     family: ChatTemplate((Path(__file__).parent / "templates" / f"{family}.jinja").read_text(encoding="utf-8"), {})
     for family in FAMILIES
@@ -129,6 +130,7 @@ strings = st.lists(
                 "</function>",
                 "</tool_call>",
                 "<tool_call>",
+                "</seed:tool_call>",
                 "</arg_value>",
                 "<arg_key>",
             ),
@@ -160,6 +162,7 @@ def closes(family: str, text: str) -> bool:
     """Whether a value holds the end of a value with what may follow it: then it cannot be told from the end."""
     end, follows = {
         "qwen3_coder": ("</parameter>", r"<parameter=|</function>|</tool_call>|$"),
+        "seed_oss": ("</parameter>", r"<parameter=|</function>|</seed:tool_call>|$"),
         "glm45": ("</arg_value>", r"<arg_key>|</tool_call>|$"),
         "minimax_m2": ("</parameter>", r'<parameter name="|</invoke>|</minimax:tool_call>|$'),
         "deepseek_v32": ("</｜DSML｜parameter>", r'<｜DSML｜parameter name="|$'),
@@ -181,6 +184,7 @@ def test_strings_arrive_verbatim_however_output_is_cut(family: str, text: str, c
 
 # Pieces of all the formats, right and wrong; "0" … "9" stand nowhere in their syntax.
 FRAGMENTS = [
+    *("<seed:tool_call>", "</seed:tool_call>"),
     *("<tool_call>", "</tool_call>", "<function=write>", "<function=", "<parameter=path>", "<parameter=count>"),
     *("</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "write", "stop", "path"),
     *("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", '<｜DSML｜invoke name="write">', "</｜DSML｜invoke>"),
@@ -267,7 +271,7 @@ def malformed(family: str) -> Iterator[str]:
     yield TOOL_PARSERS[family].markers[0] + " " * number
     yield "<" * number
     if family in TAGGED:
-        ends = "</parameter></function></invoke></tool_call></minimax:tool_call></｜DSML｜invoke>x"
+        ends = "</parameter></function></invoke></tool_call></seed:tool_call></minimax:tool_call></｜DSML｜invoke>x"
         yield written(family, "", [("write", {"path": ends * (number // len(ends))})])
         yield written(family, "", [("write", {"path": "</parameter>\n</arg_value>\n" * (number // 30)})])
 

@@ -44,7 +44,7 @@ def parsed(form: str, text: ModelText, pieces: list[str]) -> Message:
 
 def test_corpus_has_texts_of_each_format() -> None:
     assert len(TEXTS) >= 120
-    assert len(FORMATS) == 12
+    assert len(FORMATS) == 13
     assert all(len(texts_of(form)) >= 10 for form in FORMATS)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import small_tokenizers
 from answer_parts import PARTS
-from model_texts import FORMATS, ModelText, parsers_of, texts_of, tool_choice_of, tools
+from model_texts import FORMATS, ModelText, parsers_of, reasoning_of, texts_of, tool_choice_of, tools
 from router_in_process import InProcessRouter, router_in_process
 from router_process import MODEL
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.pb import pdserve_pb2 as pb
+from router.text.chat.parsers import REASONING_PARSERS
 from router.text.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -24,7 +25,7 @@ GPT_OSS = Path(__file__).parent / "templates" / "gpt_oss.jinja"
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    template = small_tokenizers.CHATML + "{% if opened %}<think>\n{% endif %}"
+    template = small_tokenizers.CHATML + "{% if opened %}{{ opened }}\n{% endif %}"
     return small_tokenizers.write(
         tmp_path_factory.mktemp("texts"),
         small_tokenizers.byte_level(),
@@ -37,7 +38,7 @@ def flags_of(form: str) -> list[str]:
     if form == "openai":
         return ["--chat-template", str(GPT_OSS)]
     parser = form if form not in ("required", "named") else "hermes"
-    return ["--tool-call-parser", parser, "--reasoning-parser", "mistral" if form == "mistral" else "think"]
+    return ["--tool-call-parser", parser, "--reasoning-parser", reasoning_of(form)]
 
 
 def fields_of(path: str, form: str) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def test_client_gets_what_the_model_meant(form: str, every: int, model_dir: Path
         say(scripted_node, salt, token_ids, text.finish, per_step=7 if stream else 1)
         fields = {**fields_of(path, form), "model": MODEL, "stream": stream, "cache_salt": salt}
         if text.opened:
-            fields["chat_template_kwargs"] = {"opened": True}
+            fields["chat_template_kwargs"] = {"opened": REASONING_PARSERS[reasoning_of(form)].start}
         status, data = await router.post(path, json.dumps(fields).encode())
         assert status == 200, (text.habit, data)
         assert PARTS[path](data, stream) == text.expected, (text.habit, path, stream)

@@ -77,10 +77,14 @@ def use_of(form: str, strict: bool = False) -> ToolUse:
     return tool_use(tools(strict), tool_choice_of(form), True)
 
 
+def reasoning_of(form: str) -> str:
+    """Return the name of the reasoning parser of a model with this format of calls."""
+    return {"openai": "openai_gptoss", "mistral": "mistral", "seed_oss": "seed_oss"}.get(form, "think")
+
+
 def parsers_of(form: str) -> ModelParsers:
     """Return the parsers of a model with this format of calls."""
-    reasoning = {"openai": "openai_gptoss", "mistral": "mistral"}.get(form, "think")
-    return ModelParsers(TOOL_PARSERS.get(form, TOOL_PARSERS["hermes"]), REASONING_PARSERS[reasoning])
+    return ModelParsers(TOOL_PARSERS.get(form, TOOL_PARSERS["hermes"]), REASONING_PARSERS[reasoning_of(form)])
 
 
 def state_of(form: str, opened: bool) -> ReasoningState:

@@ -17,10 +17,12 @@ from router.text.chat.families.tagged_tool_parsers import (
     GLM45,
     MINIMAX_M2,
     QWEN3_CODER,
+    SEED_OSS,
     DeepSeekV32ToolParser,
     Glm45ToolParser,
     MiniMaxM2ToolParser,
     Qwen3CoderToolParser,
+    SeedOssToolParser,
 )
 from router.text.chat.strict_tools import (
     StrictGrammar,
@@ -77,6 +79,7 @@ class ReasoningState(msgspec.Struct, frozen=True):
 
 _HERMES_TAGS = ("<tool_call>", "</tool_call>")
 _GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_SEED_TAGS = ("<seed:tool_call>", "</seed:tool_call>")
 _MINIMAX_TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
 _DEEPSEEK_TAGS = (
     "<｜tool▁calls▁begin｜>",
@@ -85,8 +88,9 @@ _DEEPSEEK_TAGS = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
-# Several families put another syntax into the tags of Hermes, so their own signs are looked for first.
+# Several families put another syntax into the tags of others, so their own signs are looked for first.
 TOOL_PARSERS: Mapping[str, ToolFormat] = {
+    "seed_oss": ToolFormat(SeedOssToolParser, _SEED_TAGS, ("<seed:tool_call>",), tagged_grammar(SEED_OSS)),
     "qwen3_coder": ToolFormat(
         Qwen3CoderToolParser, _HERMES_TAGS, ("<function=", "<parameter="), tagged_grammar(QWEN3_CODER)
     ),
@@ -109,6 +113,7 @@ TOOL_PARSERS: Mapping[str, ToolFormat] = {
 REASONING_PARSERS: Mapping[str, ReasoningMarkers] = {
     "think": ReasoningMarkers("<think>", "</think>"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
     "openai_gptoss": ReasoningMarkers("<|channel|>analysis<|message|>", "<|end|>", channels=True),
 }
 # vLLM's and SGLang's names of equal formats, with underscores
@@ -141,8 +146,11 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
         "think",
     ),
 }
-# Families with an unknown syntax in Hermes' tags
-_NOT_HERMES = ("<function=",)
+# Texts of formats without a parser whose templates have the signs of one with a parser, by its name
+_OTHER_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<function=", "<tool_calls>"),  # Apriel 1.5 writes a list in <tool_calls>
+    "llama3_json": ("<function=",),  # Functionary 3.1
+}
 # Text by which Llama 3's templates request calls, even templates without the tag
 _LLAMA_WORDS = '{"name": function name, "parameters": dictionary'
 
@@ -213,9 +221,8 @@ def _select(flag: str, requested: str, detected: str) -> str:
 
 def _detect_tool_parser(template: str) -> str:
     for name, form in TOOL_PARSERS.items():
-        if all(sign in template for sign in form.signs) and not (
-            name == "hermes" and any(other in template for other in _NOT_HERMES)
-        ):
+        others = _OTHER_FORMATS.get(name, ())
+        if all(sign in template for sign in form.signs) and not any(other in template for other in others):
             return name
     return "llama3_json" if _LLAMA_WORDS in template else NONE
 

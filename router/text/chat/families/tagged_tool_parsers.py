@@ -1,9 +1,9 @@
 """Tool parsers of families that write each argument between tags of its own, as plain text.
 
-The parsers of Qwen3-Coder, GLM-4.5, MiniMax-M2 and DeepSeek-V3.2 are one parser with different tags. The sources are
-the chat templates of ``Qwen/Qwen3-Coder-30B-A3B-Instruct``, ``zai-org/GLM-4.5`` and ``MiniMaxAI/MiniMax-M2``, which
-render the calls of earlier turns in the form that the model writes, and the encoding that ``deepseek-ai/DeepSeek-V3.2``
-describes.
+The parsers of Qwen3-Coder, Seed-OSS, GLM-4.5, MiniMax-M2 and DeepSeek-V3.2 are one parser with different tags. The
+sources are the chat templates of ``Qwen/Qwen3-Coder-30B-A3B-Instruct``, ``ByteDance-Seed/Seed-OSS-36B-Instruct``,
+``zai-org/GLM-4.5`` and ``MiniMaxAI/MiniMax-M2``, which render the calls of earlier turns in the form that the model
+writes, and the encoding that ``deepseek-ai/DeepSeek-V3.2`` describes.
 
 A string is emitted while it arrives; other values once they are complete, since only then it is known whether they are
 JSON (typed_values.py). The tag that ends a value ends it only where one of the tags that may follow does follow, so
@@ -64,6 +64,16 @@ QWEN3_CODER = CallTags(
     call_end="</function>",
     end="</tool_call>",
     line_around_values=True,
+)
+SEED_OSS = CallTags(
+    begin="<seed:tool_call>",
+    function="<function=",
+    function_end=">",
+    key="<parameter=",
+    key_end=">",
+    value_end="</parameter>",
+    call_end="</function>",
+    end="</seed:tool_call>",
 )
 GLM45 = CallTags(
     begin="<tool_call>",
@@ -335,6 +345,13 @@ class Qwen3CoderToolParser(TaggedToolParser):
 
     _tags = QWEN3_CODER
     call_markers = QWEN3_CODER.opening
+
+
+class SeedOssToolParser(TaggedToolParser):
+    """Seed-OSS: ``<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>``."""
+
+    _tags = SEED_OSS
+    call_markers = SEED_OSS.opening
 
 
 class Glm45ToolParser(TaggedToolParser):
