@@ -96,7 +96,7 @@ def llama_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) 
 
 
 def mistral_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget) -> str:
-    """A list of calls or, since tokenizer v11, a name and arguments."""
+    """A list of calls, which models write with an id behind the arguments, or a name and arguments since v11."""
     more = "(/, ?/ call)*" if use.parallel else ""
     between = "".join(
         f"({tag.term}{chars})? "
@@ -109,7 +109,8 @@ def mistral_grammar(use: ToolUse, marker: MarkerOf, frame: Frame, budget: Budget
         f'body: BLANKS "[" call {more} "]" | BLANKS named',
         alternatives("named", len(named)),
         *named,
-        *call_objects(use, "arguments", budget),
+        *call_objects(use, "arguments", budget, behind="CALL_ID?"),
+        'CALL_ID: /, "id": "[A-Za-z0-9]{1,32}"/',
     )
 
 
@@ -197,13 +198,16 @@ def begin_rule(name: str, text: str, marker: Marker, regex: str = "(?s:.*)") -> 
     return f"{name}{lazy}: {text} {marker.term}"
 
 
-def call_objects(use: ToolUse, key: str, budget: Budget) -> Sequence[str]:
-    """Rules ``call`` for an object with name and arguments, and ``arguments_0`` … for the arguments alone."""
+def call_objects(use: ToolUse, key: str, budget: Budget, behind: str = "") -> Sequence[str]:
+    """Rules ``call`` for an object with name and arguments, and ``arguments_0`` … for the arguments alone.
+
+    ``behind`` are terms between the arguments and the end of the object.
+    """
     lines = [alternatives("call", len(use.tools))]
     for index, tool in enumerate(use.tools):
         function = tool["function"]
         opening = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-        lines.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
+        lines.append(f'call_{index}: {json.dumps(opening)} arguments_{index} {behind} "}}"')
         lines.append(f"arguments_{index}: %json {_schema(function, budget)}")
     return lines
 
