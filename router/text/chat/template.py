@@ -80,11 +80,7 @@ class ChatTemplate:
         """
         chat = template_messages(request.messages, self.source)
         if request.continue_final_message:
-            content = chat[-1].get("content")
-            if not isinstance(content, str) or not content:
-                text = "continue_final_message needs a last message with content"
-                raise RequestError(text, "continue_final_message")
-            chat[-1]["content"] = content + _END
+            chat[-1]["content"] = _marked(chat[-1].get("content"))
         values = {
             **self.special_tokens,
             **request.variables,
@@ -118,6 +114,15 @@ def either_template(with_tools: str, without: str) -> str:
     """Return a template that chooses by whether there are tools. A source's final newline is not part of its text."""
     sources = [source.removesuffix("\n") for source in (with_tools, without)]
     return "{% if tools %}{{ '' }}" + sources[0] + "{% else %}{{ '' }}" + sources[1] + "{% endif %}"
+
+
+def _marked(content: Any) -> Any:
+    """Return the content of a last message, a text or chunks that end with one, with the mark of its end."""
+    if isinstance(content, list) and content and content[-1].get("type") == "text":
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END}]
+    if not isinstance(content, str) or not content:
+        raise RequestError("continue_final_message needs a last message with content", "continue_final_message")
+    return content + _END
 
 
 def _cut(text: str) -> str:
