@@ -303,12 +303,11 @@ def _is_tied(model_dir: Path, fields: ConfigFields, embeds: bool) -> bool:
 
 def _architecture(fields: ConfigFields, impl: str) -> str:
     """Return the first architecture that has a family, unless ``impl`` is transformers; else the first one."""
-    names = fields.get("architectures")
-    names = names if isinstance(names, list) else [names]
+    given = fields.get("architectures")
+    names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and _CLASS_NAME.fullmatch(name) for name in names):
-        raise fields.error(
-            f"has architectures = {shown(names)}; it must be a list of classes, such as 'LlamaForCausalLM'. {REMEDY}"
-        )
+        fault = "lacks 'architectures'" if given is None else f"has architectures = {shown(given)}"
+        raise fields.error(f"{fault}; it must be a list of classes, such as 'LlamaForCausalLM'. {REMEDY}")
     native = next((name for name in names if name in FAMILIES), None)
     if impl == NATIVE and native is None:
         raise fields.error(

@@ -1,8 +1,11 @@
 """The text model of a multimodal checkpoint, which a node serves alone: its fields in config.json and its tensors.
 
     config.json   {"model_type": "mistral3", "text_config": {"model_type": "mistral", …}, "vision_config": {…}}
+                  {"model_type": "qwen3_5_moe_text", …, "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
     tensors       language_model.model.layers.0…   language_model.lm_head.weight   vision_tower…     as published
                   model.language_model.layers.0…   lm_head.weight                  model.visual…     newer ones
+
+The second form is that of text parts which tools have saved alone, under the class of the whole.
 
 Without images the text model computes the same alone, for the kinds here: tests/runner/test_published_checkpoints.py
 compares their tokens with those of the whole model.
@@ -40,6 +43,7 @@ _NATIVE: Mapping[str, tuple[str, str]] = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
+_WHOLE = "ForConditionalGeneration"  # the end of the architecture of a multimodal model
 _ROPE = ("rope_parameters", "rope_scaling")
 _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # sections of image positions; text has a single position
 _PREFIXES = (
@@ -62,13 +66,17 @@ def text_kind(values: Mapping[str, Any]) -> str:
 def take_text_part(fields: ConfigFields, native: bool) -> str:
     """Replace the fields of a multimodal config by those of its text model; return the whole's architecture.
 
-    Nothing changes, and the result is empty, for other configs. ``native`` lets a native family serve the text model.
+    Nothing changes, and the result is empty, for other configs. ``native`` lets a native family serve the text model,
+    and is needed for one that was saved alone.
     """
     whole = fields.values
-    text = whole.get("text_config")
     kind = str(whole.get("model_type"))
     names = whole.get("architectures")
-    if not isinstance(text, dict) or kind not in MULTIMODAL or not isinstance(names, list) or not names:
+    if not isinstance(names, list) or not names:
+        return ""
+    alone = native and kind in _NATIVE and str(names[0]).endswith(_WHOLE)
+    text = whole if alone else whole.get("text_config")
+    if not isinstance(text, dict) or (kind not in MULTIMODAL and not alone):
         return ""
     kind_of_text = text_kind(whole)
     dtype = whole.get("dtype") or whole.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")

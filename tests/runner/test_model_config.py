@@ -209,7 +209,7 @@ def scaled(**rope: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"architectures": ["../x"]}, "architectures = .*; it must be a list of classes"),
-        ({"architectures": None}, "architectures = .None.; it must be a list of classes"),
+        ({"architectures": None}, "lacks 'architectures'; it must be a list of classes"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantized checkpoint .'hqq'.; supported are float32"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"vocab_size": -3}, "vocab_size = -3; it must be a whole number from 1 to 2097152"),

@@ -152,6 +152,15 @@ def qwen3_5_moe(path: Path) -> Published:
     return _with_mtp(_multimodal(path, _qwen3_5("Qwen3_5Moe", experts), tied=False, new_names=True))
 
 
+def qwen3_5_moe_alone(path: Path) -> Published:
+    """Like a pruned Qwen3.5: the config of the text part alone, under the class and with the tensors of the whole."""
+    published = qwen3_5_moe(path)
+    config = json.loads((published.checkpoint / "config.json").read_text())
+    alone = {**config["text_config"], "architectures": config["architectures"], "tie_word_embeddings": False}
+    (published.checkpoint / "config.json").write_text(json.dumps(alone))
+    return published
+
+
 def _qwen3_5(name: str, experts: dict[str, Any]) -> dict[str, Any]:
     kind = "qwen3_5_moe" if experts else "qwen3_5"
     rope = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_type": "default", "rope_theta": 10000000,
@@ -294,6 +303,7 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "Qwen3-VL": qwen3_vl,
     "Qwen3.5": qwen3_5,
     "Qwen3.5 with experts": qwen3_5_moe,
+    "Qwen3.5 with experts, the text alone": qwen3_5_moe_alone,
     "Qwen3-Next": qwen3_next,
     "DeepSeek-V2-Lite": deepseek_v2_lite,
     "Kimi-K2": kimi_k2,

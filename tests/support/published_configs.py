@@ -441,6 +441,17 @@ PUBLISHED: dict[str, PublishedConfig] = {
                 num_nextn_predict_layers=1, rope_scaling=None, rope_theta=640000, sliding_window=512,
                 auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"}, use_sliding_window=False)
     ),
+    "Qwen3.5-25B-REAP-A3B": PublishedConfig(  # the text part alone, under the class of the whole
+        _causal("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", attention_bias=False, attn_output_gate=True,
+                full_attention_interval=4, head_dim=16, linear_conv_kernel_dim=4, linear_key_head_dim=16,
+                linear_num_key_heads=2, linear_num_value_heads=4, linear_value_head_dim=16,
+                mamba_ssm_dtype="float32", mlp_only_layers=[], moe_intermediate_size=32, mtp_num_hidden_layers=1,
+                layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+                num_experts=8, num_experts_per_tok=2, partial_rotary_factor=0.25, rope_parameters={
+                    "mrope_interleaved": True, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25,
+                    "rope_theta": 10000000, "rope_type": "default"},
+                shared_expert_intermediate_size=32)
+    ),
     "Qwen3-Next-80B-A3B": PublishedConfig(
         _causal("Qwen3NextForCausalLM", "qwen3_next", decoder_sparse_step=1, full_attention_interval=4, head_dim=16,
                 linear_conv_kernel_dim=4, linear_key_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
@@ -610,6 +621,15 @@ PUBLISHED: dict[str, PublishedConfig] = {
          "padded_vocab_size": 160, "vocab_size": 160, "seq_length": 1024, "torch_dtype": "float16",
          "auto_map": {"AutoConfig": "configuration_chatglm.ChatGLMConfig"}},
         "lacks model type 'chatglm'; checkpoints' code is not run",
+    ),
+    "Ming-omni": PublishedConfig(
+        {"architectures": ["BailingMMNativeForConditionalGeneration"], "model_type": "bailingmm", "mlp_depth": 2,
+         "llm_config": {**_SIZES, "model_type": "bailing_moe"}, "torch_dtype": "float32"},
+        "lacks 'vocab_size'; transformers lacks model type 'bailingmm', too, and checkpoints' code is not run",
+    ),
+    "llama3v": PublishedConfig(
+        {"model_type": "llama3v", "torch_dtype": "float16", **_SIZES},
+        "lacks 'architectures'; it must be a list of classes",
     ),
     "roberta-base": PublishedConfig(
         _causal("RobertaForMaskedLM", "roberta", hidden_act="gelu", is_decoder=True, pad_token_id=1, type_vocab_size=1),

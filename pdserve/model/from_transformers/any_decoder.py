@@ -6,10 +6,12 @@ runner compares head counts and sizes with what the loaded layers do, and refuse
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
+from pdserve.errors import shown
 from pdserve.model.config_fields import LARGEST, ConfigFields
-from pdserve.model.from_transformers.library_configs import library_defaults
+from pdserve.model.from_transformers.library_configs import config_class, library_defaults
 
 #: Other names of fields, in the order in which they are looked for. Source: ``attribute_map`` of transformers' configs.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -39,7 +41,10 @@ def add_defaults(fields: ConfigFields) -> None:
 def rename_fields(fields: ConfigFields) -> None:
     """Copy fields with other names to their usual names."""
     values = fields.values
+    model_type = values.get("model_type")
     fields.remedy = "a model without it cannot run through transformers, as the KV cache has no size"
+    if isinstance(model_type, str) and importlib.util.find_spec("transformers") and config_class(model_type) is None:
+        fields.remedy = f"transformers lacks model type {shown(model_type)}, too, and checkpoints' code is not run"
     text = values.get("text_config")
     if isinstance(text, dict):  # multimodal model: the config of its text decoder
         values.update({name: value for name, value in text.items() if value is not None and name not in _OF_WHOLE})
