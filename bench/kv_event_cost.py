@@ -111,9 +111,9 @@ def measure(args: argparse.Namespace) -> None:
         )  # more than all turns need: prompts of several steps come first
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
         rng = random.Random(0)
-        if args.batch > config.options.max_num_seqs:
+        if args.batch > config.max_num_seqs:
             raise ConfigError(
-                f"batch {args.batch} is larger than --max-num-seqs {config.options.max_num_seqs}; give a larger one"
+                f"batch {args.batch} is larger than --max-num-seqs {config.max_num_seqs}; give a larger one"
             )
         for number in range(args.batch):
             prompt = rng.choices(range(config.model.vocab_size), k=PROMPT + number % block)

@@ -70,7 +70,7 @@ def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
         value = getattr(sampling, name)
         for number in value.values() if isinstance(value, dict) else (value,):
             allowed.check(name, number)
-    within("n", sampling.n, 1, config.options.max_num_seqs)
+    within("n", sampling.n, 1, config.max_num_seqs)
     within("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
     within("logprobs", sampling.logprobs, -1, vocab_size)
     for name in ("logit_bias", *TOKEN_ID_LISTS):

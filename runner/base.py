@@ -232,7 +232,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             self._model.shard,
             self._cache,
             self._model.placement,
-            config.options.max_num_seqs,
+            config.max_num_seqs,
             config.max_model_len + config.max_batch_tokens,
             self._states,
             config.max_drafts,
@@ -247,7 +247,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))
             if config.pooling is not None:
-                shared.append(PromptPooling(config.pooling, self._model.decoder.logits, config.options.max_num_seqs))
+                shared.append(PromptPooling(config.pooling, self._model.decoder.logits, config.max_num_seqs))
         self._features: list[StepFeature[BatchT]] = [*shared, *self._allocate_state(config, layout)]
 
     def _try_layouts(self, config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> int:

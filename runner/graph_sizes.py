@@ -25,6 +25,9 @@ _MIXED = ((16, 32), (16, 64), (16, 96), (16, 128), (256, 192), (256, 256), (256,
 # a model lets steps have up to 1,408 tokens.
 _LARGE_MIXED = tuple((256, tokens) for tokens in range(640, 1408 + 1, 128))
 
+# The same tokens beside more decodes. Rows of padding take time in attention, so steps with few decodes keep theirs.
+_CROWDED_MIXED = tuple((512 if tokens <= 1024 else 1024, tokens) for _, tokens in _LARGE_MIXED)
+
 _HOPPER = 9  # major compute capability; FA3 runs on no other
 
 # Tokens of a prompt that begins behind a handoff: the first one, and three that P decoded ahead. A step holds two such
@@ -38,13 +41,13 @@ _MOST_DRAFTED = 512
 def _rows_below(limit: int) -> Iterator[int]:
     """Yield the rows of graphs of decode steps, below ``limit``. Each graph adds 25 ms to a node's start (8B, an H100).
 
-    Above 64 rows, padding adds at most a quarter. Padded rows read no keys. Up to about 300 rows, the operations per
-    byte of an H100, products take the time to read their weights.
+    Above 64 rows, padding adds at most a quarter: steps of 16 from 64 on, 32 from 128, 64 from 256. Padded rows read no
+    keys. Up to about 300 rows, the operations per byte of an H100, products take the time to read their weights.
     """
     rows = 1
     while rows < limit:
         yield rows
-        rows += rows if rows < 8 else 8 if rows < 64 else 16 if rows < 128 else 32
+        rows += rows if rows < 8 else 8 if rows < 64 else 1 << (rows.bit_length() - 3)
 
 
 def _fa3_attends_in_graphs(config: NodeConfig) -> bool:
@@ -91,8 +94,8 @@ class GraphSizes:
         """
         mixed: tuple[tuple[int, int], ...] = () if config.model.state is not None else _MIXED
         if mixed and _fa3_attends_in_graphs(config):
-            mixed += _LARGE_MIXED
-        return cls.within(config.options.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
+            mixed += _LARGE_MIXED + _CROWDED_MIXED
+        return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
 
     @classmethod
     def within(

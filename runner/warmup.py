@@ -61,14 +61,14 @@ def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
     longest = min(config.max_batch_tokens, config.max_model_len - _more(config))
     whole, rest = divmod(config.max_batch_tokens, longest)
     lengths = [longest] * whole + ([rest] if rest else [])
-    run_prompts(runner, config, lengths[: config.options.max_num_seqs], GREEDY)
-    most = config.options.max_num_seqs
+    run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY)
+    most = config.max_num_seqs
     run_prompts(runner, config, [config.max_batch_tokens // most] * most, DEMANDING)
 
 
 def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
     """Run one request and a few, greedy and demanding: shapes that kernels may be compiled for separately."""
-    few = min(3, config.options.max_num_seqs)
+    few = min(3, config.max_num_seqs)
     for sampling in (GREEDY, DEMANDING):
         run_prompts(runner, config, [1], sampling)
         run_prompts(runner, config, [config.kv_layout.block_size + 1], sampling)
@@ -87,7 +87,7 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
     for others in (1, 4):
         most = min(config.max_batch_tokens - others, config.max_model_len - _more(config))
         for chunk in sorted({min(chunk, most) for chunk in (_FEW, *chunks) if chunk == _FEW or chunk > in_graphs}):
-            if chunk > 1 and others < config.options.max_num_seqs:
+            if chunk > 1 and others < config.max_num_seqs:
                 _run_beside(runner, config, others, chunk)
 
 
@@ -114,13 +114,17 @@ def _sequence(
 
 
 def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
-    """Return the numbers of tokens and of samples for ``Model.run_products``, as in steps without a graph."""
+    """Return the numbers of tokens and of samples for ``Model.run_products``, as in steps without a graph.
+
+    Above 1,024 samples only each 128th: logits of all numbers would take seconds.
+    """
     tokens = [
         *range(GraphSizes.of_node(config).most_mixed_tokens + 8, 2048, 8),
         *range(2048, config.max_batch_tokens + 1, 128),
     ]
-    samples = range(1, config.options.max_num_seqs * (1 + config.max_drafts) + 1)
-    return [size for size in tokens if size <= config.max_batch_tokens], list(samples)
+    most = config.max_num_seqs * (1 + config.max_drafts)
+    samples = [*range(1, min(most, 1024) + 1), *range(1024 + 128, most + 1, 128)]
+    return [size for size in tokens if size <= config.max_batch_tokens], samples
 
 
 def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:

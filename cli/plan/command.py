@@ -16,6 +16,7 @@ from cli.plan.report import as_json, as_text
 from cli.plan.sizing import plan_for_gpus, plan_for_rate
 from cli.plan.workload import Workload, read_trace, workload_of, workload_of_trace
 from pdserve.checkpoint.hub import resolve_model
+from pdserve.config.resolution.limits import SEQUENCE_TOKENS, default_max_num_seqs
 from pdserve.errors import ConfigError
 from pdserve.host.process import run_command
 from pdserve.model.model_config import load_model_config
@@ -31,7 +32,8 @@ def plan(args: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError or CapacityError."""
     costs = _costs(args)
     workload, rate, draw = _workload(args)
-    limits = LoadLimits(args.headroom, args.max_num_seqs, args.network or 0.0, args.requests)
+    max_num_seqs = args.max_num_seqs or default_max_num_seqs(costs.kv_tokens / SEQUENCE_TOKENS)
+    limits = LoadLimits(args.headroom, max_num_seqs, args.network or 0.0, args.requests)
     load = PlannedLoad(costs, workload, parse_slo(args.slo), limits, draw)
     if args.gpus is None and rate is None:
         raise ConfigError("neither --rate nor --gpus is set; set the request rate or the number of GPUs")

@@ -26,9 +26,8 @@ def make_parser() -> CommandParser:
         help="dtype of the nodes' KV cache, with which the costs must have been measured (default %(default)s)",
     )
     nodes.add_argument("--costs", metavar="NAME", help="measured costs: a file, or the name of a bundled one")
-    nodes.add_argument(
-        "--max-num-seqs", type=positive_int, default=256, metavar="N", help="decoding sequences per node (default 256)"
-    )
+    seqs = "decoding sequences per node (default: as a node chooses it for the measured KV memory)"
+    nodes.add_argument("--max-num-seqs", type=positive_int, metavar="N", help=seqs)
     nodes.add_argument(
         "--network", type=_positive, metavar="GB/S", help="10^9 bytes/s into or out of a node (default: as measured)"
     )

@@ -44,7 +44,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             block_size=layout.block_size,
             num_state_slots=0 if states is None else states.num_slots,
             groups=layout.groups,
-            max_num_seqs=config.options.max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             full_step=FULL_STEP[config.device.kind],
             tile=TILE[config.device.kind],

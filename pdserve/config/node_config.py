@@ -56,6 +56,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_kv: str = ""  # absolute path of a directory; empty: KV that leaves host memory is dropped
     max_model_len: int
     max_batch_tokens: int
+    max_num_seqs: int  # sequences that decode at the same time
     itl_target: float | None = None  # seconds; None: pdserve.request_cost.auto_itl_target
     threads: int
     costs: SimulatedCosts | None = None  # None unless simulated

@@ -342,8 +342,15 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     max_num_seqs: Annotated[
-        int, Flag("sequences that decode at the same time", metavar="N", at_least=1, group="limits")
-    ] = 256
+        int | None,
+        Flag(
+            "sequences that decode at the same time",
+            metavar="N",
+            at_least=1,
+            unset="256 on a CPU; 256 to 1024 on a GPU, as its KV memory holds",
+            group="limits",
+        ),
+    ] = None
     max_batch_tokens: Annotated[
         int | None,
         Flag(
@@ -465,10 +472,11 @@ def check_options(options: NodeOptions) -> None:
         raise ConfigError("load_from peer needs weight_peers, the nodes to ask; or choose auto")
     _check_disk_kv(options)
     tokens = 1 + options.max_drafts
-    if options.max_batch_tokens is not None and options.max_batch_tokens < tokens * options.max_num_seqs:
+    sequences = options.max_num_seqs or 1
+    if options.max_batch_tokens is not None and options.max_batch_tokens < tokens * sequences:
         times, needed = (f"{tokens} times ", f"{tokens} tokens") if options.max_drafts else ("", "one token")
         raise ConfigError(
-            f"max_batch_tokens {options.max_batch_tokens} is less than {times}max_num_seqs {options.max_num_seqs}: "
+            f"max_batch_tokens {options.max_batch_tokens} is less than {times}max_num_seqs {sequences}: "
             f"each running sequence needs {needed} per step; raise the former or lower the latter"
         )
     if (acceptance := options.synthetic_acceptance) is not None:

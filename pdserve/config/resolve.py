@@ -43,7 +43,12 @@ from pdserve.config.resolution.kv_layouts import (
     padding_of_groups,
     units_of_stages,
 )
-from pdserve.config.resolution.limits import choose_batch_tokens, choose_itl_target, choose_max_model_len
+from pdserve.config.resolution.limits import (
+    choose_batch_tokens,
+    choose_itl_target,
+    choose_max_model_len,
+    choose_max_num_seqs,
+)
 from pdserve.config.resolution.quantized_layers import (
     check_quantized_at_load,
     keep_quantized,
@@ -119,11 +124,12 @@ def resolve(
     reasons.note(padding_of_groups(model))
     units = units_of_stages(options, model, parallel, page, dtype, kv_dtype)
     memory = reasons.take("kv_cache_memory", choose_kv_memory(options, device, model, parallel, dtype, units))
-    num_slots = reasons.take("state_slots", choose_num_slots(options, memory, units))
+    max_num_seqs = reasons.take("max_num_seqs", choose_max_num_seqs(options, device, parallel, memory, units))
+    num_slots = reasons.take("state_slots", choose_num_slots(options, max_num_seqs, memory, units))
     kv = units[0].resized(blocks_that_fit(options, memory, num_slots, units), num_slots)
     measured = measures_kv_memory(options, device)
 
-    max_batch_tokens = reasons.take("max_batch_tokens", choose_batch_tokens(options, device, parallel))
+    max_batch_tokens = reasons.take("max_batch_tokens", choose_batch_tokens(options, device, parallel, max_num_seqs))
     _note_weights(model, weights, dtype, reasons)
     served_model_name = reasons.take("served_model_name", _choose_name(options))
     max_model_len = reasons.take(
@@ -153,6 +159,7 @@ def resolve(
         disk_kv="" if options.disk_kv is None else str(Path(options.disk_kv).absolute()),
         max_model_len=max_model_len,
         max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
         itl_target=itl_target,
         threads=options.threads or usable_cpus(),
         costs=costs,

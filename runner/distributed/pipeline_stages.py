@@ -153,7 +153,7 @@ class PipelineStages:
         if pp == 1:
             return
         hidden = _aligned(config.max_batch_tokens * most * self._hidden_size)
-        tokens = _aligned(config.options.max_num_seqs)
+        tokens = _aligned(config.max_num_seqs)
         for source in range(pp):
             target = (source + 1) % pp
             for shard in range(tp):

@@ -85,9 +85,7 @@ def layouts_that_fit(
     use = measured_use(parallel.device, peak, graphs)
     room = use.room_for_kv(config.options.memory_share)
     if states is not None:
-        num_slots = config.options.state_slots or choose_slots(
-            room, config.kv_layout, states, config.options.max_num_seqs
-        )
+        num_slots = config.options.state_slots or choose_slots(room, config.kv_layout, states, config.max_num_seqs)
         states = msgspec.structs.replace(states, num_slots=parallel.all_reduce_min(num_slots))
         room = max(room - states.total_bytes, 0)
     num_blocks = parallel.all_reduce_min(min(room // config.kv_layout.block_bytes, MAX_BLOCKS))

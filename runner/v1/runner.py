@@ -43,7 +43,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[HostBatch]]:
         self._max_model_len = config.max_model_len
         self._sampler = Sampler(config.model.vocab_size, config.model.eos_token_ids, self._device)
-        self._sequences = SequenceTable(config.options.max_num_seqs, config.max_model_len, layout)
+        self._sequences = SequenceTable(config.max_num_seqs, config.max_model_len, layout)
         receiver = self._stages.tokens_in
         return () if receiver is None else (HostReturnedTokens(receiver, self._sequences),)
 

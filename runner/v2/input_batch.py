@@ -126,7 +126,7 @@ class InputBuffers:
         self, config: NodeConfig, layout: KVLayout, max_pages: int, device: torch.device, makes_drafts: bool
     ) -> None:
         """Rows of tables have ``max_pages``. If the model ``makes_drafts``, including pages of drafts behind a step."""
-        max_seqs = config.options.max_num_seqs
+        max_seqs = config.max_num_seqs
         max_tokens = config.max_batch_tokens
         self._layout = layout
         self._has_drafts = config.max_drafts > 0

@@ -42,7 +42,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
 
     def _allocate_state(self, config: NodeConfig, layout: KVLayout) -> Sequence[StepFeature[InputBatch]]:
         device = self._device
-        max_num_seqs = config.options.max_num_seqs
+        max_num_seqs = config.max_num_seqs
         max_blocks = config.max_model_len // layout.block_size + 1
         entries = max_blocks * layout.groups.num_groups
         self._state = DeviceState(max_num_seqs, config.max_model_len + 1, entries, device)

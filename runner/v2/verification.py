@@ -38,7 +38,7 @@ class DeviceVerification:
         device = inputs.input_ids.device
         self.sampled = torch.zeros(self.sizes.most_tokens, dtype=torch.int32, device=device)
         # Drafts of each sequence that are accepted on order; -1: the right ones.
-        self._ordered = torch.full((config.options.max_num_seqs,), -1, dtype=torch.int64, device=device)
+        self._ordered = torch.full((config.max_num_seqs,), -1, dtype=torch.int64, device=device)
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
         """Capture graphs that advance recurrent states: of all sizes with drafts, or of the ``most`` largest."""

@@ -92,7 +92,7 @@ def test_slots_and_blocks_divide_the_memory(tmp_path: Path) -> None:
     assert (layout.num_layers, states.num_layers) == (3, 9)
     assert (20 << 30) - layout.block_bytes < layout.total_bytes + states.total_bytes <= 20 << 30
     per_sequence = 4096 * layout.bytes_per_token + states.slot_bytes
-    assert states.num_slots == min((20 << 30) // per_sequence, most_slots(config.options.max_num_seqs))
+    assert states.num_slots == min((20 << 30) // per_sequence, most_slots(config.max_num_seqs))
     assert any(choice.startswith(f"state_slots={states.num_slots}: ") for choice in config.choices)
     assert config.compat_fields["state_dtype"] == "bfloat16"
     few = resolved(tmp_path, kv_cache_memory=20 << 30, state_slots=5)

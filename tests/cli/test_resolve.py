@@ -126,7 +126,7 @@ def test_auto_backend_and_runner(
         (H200, {"env": {VARIABLE: ""}}, [VARIABLE, "0 (V1) or 1 (V2)"]),
         (H200, {"cuda_graphs": "yes"}, ["yes", "auto, on, off"]),
         (H200, {"load_format": "gguf"}, ["gguf", "auto, dummy"]),
-        (HOST, {"max_batch_tokens": 100}, ["100", "256"]),
+        (HOST, {"max_batch_tokens": 100, "max_num_seqs": 256}, ["100", "256"]),
     ],
 )
 def test_invalid_options_are_refused(
@@ -276,8 +276,9 @@ def test_speculation_needs_room_for_drafts(resolved: Resolve) -> None:
     config = resolved(speculate="lookup", num_drafts=7, max_num_seqs=2000)
     assert (config.max_drafts, config.max_batch_tokens) == (7, 16_000)
     assert resolved(num_drafts=7).max_drafts == 0
+    assert resolved(speculate="lookup", num_drafts=7, max_batch_tokens=1024).max_num_seqs == 128
     with pytest.raises(ConfigError, match="max_batch_tokens 1024 is less than 8 times max_num_seqs 256"):
-        resolved(speculate="lookup", num_drafts=7, max_batch_tokens=1024)
+        resolved(speculate="lookup", num_drafts=7, max_batch_tokens=1024, max_num_seqs=256)
 
 
 HEAD = {

@@ -97,7 +97,7 @@ def test_read_cost_counts_tokens() -> None:
         ({"synthetic_acceptance": 0.5}, "synthetic_acceptance 0.5 must be at least 1"),
         ({"synthetic_acceptance": 4.5}, "synthetic_acceptance 4.5: a step yields at most 4 tokens"),
         (
-            {"synthetic_acceptance": 2.0, "max_batch_tokens": 512},
+            {"synthetic_acceptance": 2.0, "max_batch_tokens": 512, "max_num_seqs": 256},
             "max_batch_tokens 512 is less than 4 times max_num_seqs 256: each running sequence needs 4 tokens per step",
         ),
         ({"sim_speed": 0.0}, "sim_speed 0 must be above 0"),

@@ -12,6 +12,7 @@ from pdserve.config.node_config import DeviceInfo
 from pdserve.kv.layout import FP8_E4M3
 from pdserve.records import NO_STEP, ScheduledSequence, StepPlan
 from runner.graph_sizes import BatchDescriptor, GraphSizes
+from runner.warmup import product_sizes
 
 SIZES = GraphSizes.within(max_num_seqs=40, max_batch_tokens=2048)
 
@@ -71,8 +72,8 @@ def test_no_size_exceeds_the_limits_of_a_step() -> None:
 
 
 def test_padding_adds_at_most_a_quarter_to_large_decode_steps() -> None:
-    sizes = GraphSizes.within(max_num_seqs=500, max_batch_tokens=2048)
-    for rows in range(65, 501):
+    sizes = GraphSizes.within(max_num_seqs=1500, max_batch_tokens=2048)
+    for rows in range(65, 1501):
         descriptor = sizes.find(BatchDescriptor(rows, rows, 1))
         assert descriptor is not None
         assert descriptor.rows <= 1.25 * rows
@@ -103,3 +104,25 @@ def test_steps_of_hundreds_of_tokens_have_graphs_where_fa3_attends(
     layout = config.kv_layout.with_dtype(kv_dtype)
     config = msgspec.structs.replace(config, attention_backend=backend, device=device, kv_layout=layout)
     assert GraphSizes.of_node(config).most_mixed_tokens == most
+
+
+def test_steps_with_prompts_have_graphs_beside_hundreds_of_decodes(tmp_path: Path) -> None:
+    config = node_config(make_checkpoint(tmp_path, "llama"), max_num_seqs=768, max_batch_tokens=8192)
+    config = msgspec.structs.replace(config, attention_backend="flashinfer", device=H100)
+    sizes = GraphSizes.of_node(config)
+    assert sizes.find(BatchDescriptor(200, 900, 700)) == BatchDescriptor(256, 1024), "few rows of padding"
+    assert sizes.find(BatchDescriptor(300, 900, 600)) == BatchDescriptor(512, 1024)
+    assert sizes.find(BatchDescriptor(600, 900, 300)) == BatchDescriptor(768, 1152)
+    assert sizes.find(BatchDescriptor(300, 1500, 1200)) is None
+    few = GraphSizes.of_node(msgspec.structs.replace(config, max_num_seqs=256))
+    assert len(sizes.descriptors) <= len(few.descriptors) + 16, "each adds 25 ms to a node's start"
+
+
+@pytest.mark.parametrize(("max_num_seqs", "numbers"), [(64, 64), (1024, 1024), (2000, 1024 + 7)])
+def test_numbers_of_samples_to_try_do_not_grow_with_the_largest_batch(
+    tmp_path: Path, max_num_seqs: int, numbers: int
+) -> None:
+    config = node_config(make_checkpoint(tmp_path, "llama"), max_num_seqs=max_num_seqs, max_batch_tokens=4096)
+    _, samples = product_sizes(config)
+    assert len(samples) == len(set(samples)) == numbers
+    assert max_num_seqs - 128 < max(samples) <= max_num_seqs

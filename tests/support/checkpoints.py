@@ -439,6 +439,7 @@ def node_config(
         decision=decision,
         cuda_graphs=runner == "V2" and device == "cuda" and attention_backend != "torch",
         max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
         threads=threads,
         compat_fields={},
     )

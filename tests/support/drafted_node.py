@@ -83,7 +83,7 @@ class DraftedNode:
                 block_size=config.kv_layout.block_size,
                 groups=config.kv_layout.groups,
                 num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
-                max_num_seqs=config.options.max_num_seqs,
+                max_num_seqs=config.max_num_seqs,
                 max_batch_tokens=config.max_batch_tokens,
                 full_step=config.max_batch_tokens,
                 max_drafts=max_drafts,

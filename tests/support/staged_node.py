@@ -73,7 +73,7 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
         SchedulerConfig(
             num_blocks=config.kv_layout.num_blocks,
             block_size=config.kv_layout.block_size,
-            max_num_seqs=config.options.max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             max_batch_tokens=config.max_batch_tokens,
             full_step=FULL_STEP["cpu"],
             max_waiting=100,

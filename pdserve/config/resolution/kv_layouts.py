@@ -132,7 +132,7 @@ def check_state_slots(options: NodeOptions, model: ModelConfig) -> None:
         )
 
 
-def choose_num_slots(options: NodeOptions, memory: int, units: list[RankKV]) -> Resolved[int]:
+def choose_num_slots(options: NodeOptions, max_num_seqs: int, memory: int, units: list[RankKV]) -> Resolved[int]:
     """Return the slots of recurrent state in ``memory`` bytes; 0 for a model without recurrent layers."""
     slots = [(block, slot) for block, slot in units if slot is not None]
     if not slots:
@@ -141,9 +141,9 @@ def choose_num_slots(options: NodeOptions, memory: int, units: list[RankKV]) -> 
         return Resolved(options.state_slots)
     reason = (
         f"sequences of {TYPICAL_TOKENS} tokens that fit beside their KV, within {LEAST_SLOTS} … "
-        f"{most_slots(options.max_num_seqs)}; {max(slot.slot_bytes for _, slot in slots)} bytes each"
+        f"{most_slots(max_num_seqs)}; {max(slot.slot_bytes for _, slot in slots)} bytes each"
     )
-    return Resolved(min(choose_slots(memory, block, slot, options.max_num_seqs) for block, slot in slots), reason)
+    return Resolved(min(choose_slots(memory, block, slot, max_num_seqs) for block, slot in slots), reason)
 
 
 def blocks_that_fit(options: NodeOptions, memory: int, num_slots: int, units: list[RankKV]) -> int:
