@@ -57,11 +57,11 @@ def roles_of(fleet: str, nodes: int) -> list[str]:
     return ["both"] * nodes
 
 
-def run(fleet: str, nodes: int, jobs: list[Job], card: Card, delays: Delays) -> Results:
+def run(fleet: str, nodes: int, jobs: list[Job], card: Card, delays: Delays, ttft_target: float) -> Results:
     in_turn = fleet == "turn"
     roles = ["decode"] * nodes if in_turn else roles_of(fleet, nodes)
     policy, find_moves = (round_robin, no_moves) if in_turn else (prefix_aware, moves)
-    simulation = Simulation(roles, policy, find_moves, card=card, delays=delays)
+    simulation = Simulation(roles, policy, find_moves, card=card, delays=delays, ttft_target=ttft_target)
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
     good = sum(job.ttft <= TTFT_OBJECTIVE and job.per_token <= ITL_OBJECTIVE for job in jobs)
@@ -127,6 +127,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, what in (("message", "from node to node"), ("confirm", "of D's processes in a handoff")):
         default = 1e3 * getattr(Delays, name)
         parser.add_argument(f"--{name}-ms", type=float, default=default, metavar="MS", help=what)
+    parser.add_argument(
+        "--ttft-target", type=float, default=1e3 * TTFT_OBJECTIVE, metavar="MS", help="of nodes (default %(default)g)"
+    )
     add_load_flags(parser)
     args = parser.parse_args(argv)
     delays = Delays(message=args.message_ms / 1e3, confirm=args.confirm_ms / 1e3)
@@ -136,7 +139,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("|---" * 10 + "|")
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         rows = [
-            (name, fleet, [pool.submit(run, fleet, nodes, jobs, CARDS[args.card], delays) for jobs in repeated])
+            (
+                name,
+                fleet,
+                [
+                    pool.submit(run, fleet, nodes, jobs, CARDS[args.card], delays, args.ttft_target / 1e3)
+                    for jobs in repeated
+                ],
+            )
             for name, repeated in loads_of(args).items()
             for fleet in args.fleets
         ]

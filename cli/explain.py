@@ -87,6 +87,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "max_batch_tokens": config.max_batch_tokens,
         "itl_target": config.itl_target,
+        "ttft_target": config.options.ttft_target / 1e3,
         "kv_layout": {
             "kind": layout.spec.kind,
             "shape": list(layout.shape),

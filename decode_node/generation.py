@@ -79,7 +79,9 @@ class NodeGeneration:
         self._timeout = message.timeout_ms / 1000
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._timeout, self._on_deadline) if self._timeout else None
-        self._deadline = time.monotonic() + self._timeout
+        now = time.monotonic()
+        self._deadline = now + self._timeout
+        self._arrived = now - message.age_ms / 1000  # at the router
 
     @property
     def num_handoff_tokens(self) -> int:
@@ -98,6 +100,11 @@ class NodeGeneration:
     def remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""
         return max(0.0, self._deadline - time.monotonic()) if self._timeout else None
+
+    @property
+    def age(self) -> float:
+        """Seconds since the router got the request."""
+        return time.monotonic() - self._arrived
 
     def submit_local(self) -> None:
         """Have the engine compute the prompt."""
@@ -124,6 +131,7 @@ class NodeGeneration:
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout_ms=0 if remaining is None else max(1, int(remaining * 1000)),
+            age_ms=int(self.age * 1000),
             traceparent=span.traceparent,
             tracestate=span.tracestate,
             client=request.client,
@@ -205,6 +213,7 @@ class NodeGeneration:
             resume=self.resume,
             client=request.client,
             paused=request.paused,
+            age=self.age,
         )
         self._engine.send(submit)
 

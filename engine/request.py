@@ -39,6 +39,9 @@ class Request:
     paused: bool = False  # its client does not read: no step includes it
     waits_since: float = 0.0  # scheduler clock
 
+    # Written by Scheduler at submission.
+    arrived: float = 0.0  # scheduler clock: when the router, or this node, got it
+
     # Written by Scheduler and StepResults.
     queued: float = 0.0  # seconds of waiting for blocks and for a step that computes its prompt
     num_scored: int = 1  # prompt tokens whose log-probabilities were sent; the first token has none

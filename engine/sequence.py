@@ -79,6 +79,11 @@ class Sequence:
         return bool(self.num_outputs or self.request.branches)
 
     @property
+    def is_new(self) -> bool:
+        """Whether no stream waits for it: it has no output, here or on a peer."""
+        return not (self.has_output or self.request.urgent)
+
+    @property
     def load_len(self) -> int:
         """Leading tokens whose KV a load brings: the prompt, or all tokens but the last of a single resumed choice."""
         return self.prompt_len if self.request.branches else max(self.prompt_len, len(self.token_ids) - 1)

@@ -89,6 +89,17 @@ class FairQueue(Generic[ClientT, T]):
         self._length += 1
         self._next = None
 
+    def advance(self, request: T, client: ClientT, priority: int, stays: Callable[[T], bool]) -> None:
+        """Put a queued request before the others of its client and priority, but behind leading ones that stay.
+
+        The turns of clients stay. Raises ValueError if the request is not queued.
+        """
+        waiting = self._levels[priority].requests[client]
+        waiting.remove(request)
+        first = next((place for place, other in enumerate(waiting) if not stays(other)), len(waiting))
+        waiting.insert(first, request)
+        self._next = None
+
     def take(self, request: T, client: ClientT, priority: int, cost: int) -> None:
         """Remove a request that is served, and charge its client. Raises ValueError if the request is not queued."""
         if self._next is not None and self._next.client == client:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.kv.groups import Windows, blocks_for
+from pdserve.step_pacing import needed_step, useful_step
 
 TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
 ITL_OBJECTIVE = 0.02  # seconds: T_itl
@@ -93,6 +94,7 @@ class RequestLoad(msgspec.Struct, frozen=True):
     for_peers: int = 0  # ``requests`` that other nodes decode
     prompt_share: float = 0.0  # fraction of recent time spent on prompts: 0 … 1
     itl_target: float = 0.0  # seconds of a step with decodes and prompts, 0 … MOST_SECONDS; 0: no limit
+    ttft_target: float = 0.0  # seconds until first tokens for which steps take longer, 0 … MOST_SECONDS; 0: none
 
     @property
     def to_decode(self) -> int:
@@ -111,7 +113,16 @@ class OutOfRange(NamedTuple):
         return f"{self.name} is {self.value:g}, the range is 0 … {self.most:g}"
 
 
-_NAMES = ("prompt.base", "prompt.slope", "decode.base", "decode.slope", "read.base", "read.slope", "itl_target")
+_NAMES = (
+    "prompt.base",
+    "prompt.slope",
+    "decode.base",
+    "decode.slope",
+    "read.base",
+    "read.slope",
+    "itl_target",
+    "ttft_target",
+)
 
 
 def out_of_range(load: RequestLoad, costs: StepCosts) -> OutOfRange | None:
@@ -121,7 +132,8 @@ def out_of_range(load: RequestLoad, costs: StepCosts) -> OutOfRange | None:
     prompt = costs.prompt
     decode = costs.decode
     read = costs.read
-    seconds = prompt.base, prompt.slope, decode.base, decode.slope, read.base, read.slope, load.itl_target
+    of_costs = prompt.base, prompt.slope, decode.base, decode.slope, read.base, read.slope
+    seconds = *of_costs, load.itl_target, load.ttft_target
     for index, value in enumerate(seconds):
         if not 0.0 <= value <= MOST_SECONDS:
             return OutOfRange(_NAMES[index], value, MOST_SECONDS)
@@ -166,8 +178,8 @@ def prompt_times(load: RequestLoad, costs: StepCosts, uncached_tokens: int) -> P
     queued = slope * load.backlog
     if decodes:
         step = costs.decode.at(decodes)
-        longest = longest_step(load.itl_target, step)
         hidden = max(0.0, costs.decode.base - costs.prompt.base)
+        longest = _paced_step(load, step, max(0.0, step - hidden), queued, own)
     else:
         step = costs.prompt.base
         longest = math.inf
@@ -386,6 +398,19 @@ def _slower_prompts(load: RequestLoad, costs: StepCosts, decodes: int) -> float:
 def longest_step(itl_target: float, decode: float) -> float:
     """Return the seconds of a step with prompts and decodes, which take ``decode`` seconds alone."""
     return max(itl_target, _LEAST_ITL_STEPS * decode) if itl_target else math.inf
+
+
+def _paced_step(load: RequestLoad, decode: float, lost: float, queued: float, own: float) -> float:
+    """Return the seconds of the steps that compute a prompt of ``own`` seconds behind ``queued`` ones, beside streams.
+
+    They exceed the ITL target where the prompt would miss the TTFT target otherwise. ``lost``: what the ``decode``
+    seconds of a step cost its prompts.
+    """
+    longest = longest_step(load.itl_target, decode)
+    if not load.ttft_target or longest == math.inf:
+        return longest
+    useful = useful_step((queued, own), 0.0, lost)
+    return max(longest, min(needed_step(queued + own, load.ttft_target, lost), useful))
 
 
 def _block_wait(load: RequestLoad, num_tokens: int) -> float:

@@ -71,6 +71,7 @@ class Prefill(LeasedPrompt):
             client=request.client,
             urgent=request.urgent,
             kv_layers=request.kv_layers,
+            age=request.age_ms / 1000,
         )
         self._prompts.engine.send(submit)
 

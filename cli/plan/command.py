@@ -33,7 +33,14 @@ def plan(args: argparse.Namespace) -> int:
     costs = _costs(args)
     workload, rate, draw = _workload(args)
     max_num_seqs = args.max_num_seqs or default_max_num_seqs(costs.kv_tokens / SEQUENCE_TOKENS)
-    limits = LoadLimits(args.headroom, max_num_seqs, args.network or 0.0, args.requests)
+    limits = LoadLimits(
+        headroom=args.headroom,
+        max_num_seqs=max_num_seqs,
+        kv_gb_per_s=args.network or 0.0,
+        requests=args.requests,
+        itl_target=args.itl_target,
+        ttft_target=args.ttft_target,
+    )
     load = PlannedLoad(costs, workload, parse_slo(args.slo), limits, draw)
     if args.gpus is None and rate is None:
         raise ConfigError("neither --rate nor --gpus is set; set the request rate or the number of GPUs")

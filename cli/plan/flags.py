@@ -7,9 +7,10 @@ from pathlib import Path
 
 from cli.plan.prediction import LEAST_REQUESTS
 from cli.plan.workload import SAMPLES
-from pdserve.config.node_options import KV_CACHE_DTYPES
+from pdserve.config.node_options import KV_CACHE_DTYPES, MOST_TARGET
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.value_types import positive_int
+from pdserve.request_cost import TTFT_OBJECTIVE
 
 
 def make_parser() -> CommandParser:
@@ -30,6 +31,16 @@ def make_parser() -> CommandParser:
     nodes.add_argument("--max-num-seqs", type=positive_int, metavar="N", help=seqs)
     nodes.add_argument(
         "--network", type=_positive, metavar="GB/S", help="10^9 bytes/s into or out of a node (default: as measured)"
+    )
+    nodes.add_argument(
+        "--itl-target", type=_target, metavar="MS", help="the nodes' --itl-target (default auto: 9 decode steps)"
+    )
+    nodes.add_argument(
+        "--ttft-target",
+        type=_target,
+        default=TTFT_OBJECTIVE,
+        metavar="MS",
+        help=f"the nodes' --ttft-target (default {1e3 * TTFT_OBJECTIVE:g})",
     )
     load = parser.add_argument_group("load")
     load.add_argument("--rate", type=_positive, metavar="R", help="requests per second; prints the nodes needed")
@@ -72,6 +83,17 @@ def _sample(text: str) -> int:
     if not LEAST_REQUESTS <= count <= SAMPLES:
         raise argparse.ArgumentTypeError(f"{text!r} is not within {LEAST_REQUESTS} … {SAMPLES}")
     return count
+
+
+def _target(text: str) -> float:
+    """Return milliseconds of a target in seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= MOST_TARGET:
+        raise argparse.ArgumentTypeError(f"{text!r} is not within 0 … {MOST_TARGET:g} ms")
+    return value / 1e3
 
 
 def _positive(text: str) -> float:

@@ -42,6 +42,8 @@ class LoadLimits(msgspec.Struct, frozen=True):
     max_num_seqs: int = 256  # the nodes' --max-num-seqs
     kv_gb_per_s: float = 0.0  # network bandwidth into or out of a node; 0: the measured one
     requests: int = 0  # requests of a sample; 0: by the number of nodes
+    itl_target: float | None = None  # the nodes' --itl-target in seconds; None: automatic
+    ttft_target: float = TTFT_OBJECTIVE  # the nodes' --ttft-target in seconds; 0: none
 
 
 class Layout(NamedTuple):
@@ -171,6 +173,8 @@ def virtual_fleet(costs: Costs, layout: Layout, limits: LoadLimits) -> Simulatio
         layout.roles,
         card=costs.card(limits.kv_gb_per_s),
         delays=costs.delays(),
+        target=limits.itl_target,
+        ttft_target=limits.ttft_target,
         max_num_seqs=limits.max_num_seqs,
         max_batch_tokens=costs.step_tokens,
     )

@@ -43,7 +43,7 @@ from pdserve.ipc.messages import (
     ToEngine,
 )
 from pdserve.records import NO_STEP, KVConnectorOutput, KVRead, ModelRunnerOutput, ReadResult, StepOutput, StepPlan
-from pdserve.request_cost import RequestLoad, StepCosts
+from pdserve.request_cost import TTFT_OBJECTIVE, RequestLoad, StepCosts
 from pdserve.sampling_params import SamplingParams
 
 BLOCK = 16  # tokens
@@ -111,7 +111,7 @@ class Usage(NamedTuple):
 
 
 class SimulatedNode:
-    """``target`` is the ITL target in seconds, None: automatic, 0: none."""
+    """``target`` is the ITL target in seconds, None: automatic, 0: none; ``ttft_target`` likewise, without None."""
 
     def __init__(
         self,
@@ -121,6 +121,7 @@ class SimulatedNode:
         client: Client,
         *,
         target: float | None = None,
+        ttft_target: float = TTFT_OBJECTIVE,
         card: Card = H100,
         device: str = "cuda",
         delays: Delays = MEASURED_DELAYS,
@@ -143,6 +144,7 @@ class SimulatedNode:
                 tile=TILE[device],
                 max_waiting=1 << 30,
                 itl_target=target,
+                ttft_target=ttft_target,
                 idle_step=card.idle_step,
             ),
             connector=lambda parts: KVConnectorScheduler(parts, ConnectedPeers(parts)),
@@ -174,6 +176,7 @@ class SimulatedNode:
             token_ids=job.prompt_ids(),
             sampling=SamplingParams(max_tokens=job.output, temperature=0.0),
             mode=Mode.LOCAL if peer is None else Mode.HANDOFF,
+            age=self._events.now - job.at,
             resume={0: _TOKEN * resume} if resume else {},
         )
         self.obey(submit)
@@ -194,6 +197,7 @@ class SimulatedNode:
             mode=Mode.LEASE,
             skip_tokens=cached,
             decode_ahead=DECODE_AHEAD,
+            age=self._events.now - job.at,
         )
         self.obey(submit)
 
@@ -243,6 +247,7 @@ class SimulatedNode:
             for_peers=status.for_peers,
             prompt_share=self.prompt_share,
             itl_target=status.itl_target,
+            ttft_target=status.ttft_target,
         )
         return load, status.costs
 

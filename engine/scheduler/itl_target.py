@@ -20,12 +20,15 @@ it joins is shorter by its wait:
 The expectation may be wrong by half a chunk then. A sequence that is overdue is waited for ``OVERDUE`` seconds.
 
 Decodes for peers (decode-ahead) are not protected: their peers take over soon.
+
+Steps are longer than the target while prompts would miss ``--ttft-target`` otherwise: see ttft_target.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from engine.sequence import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
@@ -33,6 +36,13 @@ from pdserve.request_cost import LinearCost, auto_itl_target
 
 OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 _MANY = 10**9  # tokens
+
+
+class MixedStep(NamedTuple):
+    """A step with decodes and prompts, in seconds."""
+
+    seconds: float
+    decode: float  # the part that the decodes take
 
 
 class ItlTarget:
@@ -69,29 +79,38 @@ class ItlTarget:
         decode = self._meter.decode
         return self._stages * auto_itl_target(self._idle_step or decode.at(1), decode.at(self._decodes))
 
+    def step(self, decoding: int) -> MixedStep | None:
+        """Return a step that keeps the target while ``decoding`` sequences of the node decode; None: no limit."""
+        if not decoding or self._seconds == 0.0:
+            return None
+        self._decodes = -(-decoding // self._stages)
+        decode = self._meter.decode.at(self._decodes)
+        return MixedStep(decode + max(self.seconds / self._stages - decode, decode), decode)
+
     def budget(
-        self, *, decoding: int, waited: float | None = None, arrival_in: float | None = None
+        self, *, decoding: int, waited: float | None = None, arrival_in: float | None = None, longest: float = 0.0
     ) -> ChunkBudget | None:
         """Return the limit of prompts in a step; None: no limit.
 
         ``decoding`` sequences of the node decode. ``waited``: the longest time, in seconds, from the last token of a
         sequence that joins in this step until the step; None: none joins. ``arrival_in``: seconds from the start of the
-        step until the next one will come; None: unknown.
+        step until the next one will come; None: unknown. ``longest``: seconds of the step where its prompts need more
+        than the target allows.
         """
-        if not decoding or self._seconds == 0.0:
+        step = self.step(decoding)
+        if step is None:
             return None
-        self._decodes = -(-decoding // self._stages)
-        decode = self._meter.decode.at(self._decodes)
+        decode = step.decode
         cost = self._meter.chunk
-        seconds = max(self.seconds / self._stages - decode, decode)
+        seconds = max(step.seconds, longest) - decode
         if self._meter.measures_decodes and not seconds:
             return None
         cost = cost or ChunkCost(LinearCost(seconds / self._first_chunk))
-        longest = seconds
+        most = seconds
         if waited is not None:
-            seconds = max(longest - waited, 0.0)
+            seconds = max(most - waited, 0.0)
         if arrival_in is not None:
-            seconds = min(seconds, max(arrival_in + longest / 2 - decode, 0.0))
+            seconds = min(seconds, max(arrival_in + most / 2 - decode, 0.0))
         return ChunkBudget(seconds, cost, self._block_size)
 
 
@@ -135,17 +154,22 @@ class ChunkBudget:
         return int(min(2.0 * seconds / divisor, _MANY)) if divisor > 0.0 else _MANY
 
 
-def in_order(prompts: Iterable[Sequence], budget: ChunkBudget | None) -> list[Sequence]:
+def in_order(
+    prompts: Iterable[Sequence], budget: ChunkBudget | None, ranks: Mapping[Sequence, int]
+) -> Collection[Sequence]:
     """Return running prompts in the order in which a step takes them.
 
-    Prompts that continue an output come first. With a limit, up to half of it is reserved for the oldest other prompt,
-    which comes last; the rest goes to the others, fewest missing tokens first.
+    Prompts that continue an output come first. Other prompts of a single client follow by ``ranks``, those without a
+    rank first. With prompts of several clients and a limit, up to half of it is reserved for the oldest one, which
+    comes last; the rest goes to the others, fewest missing tokens first.
     """
     outputs = list[Sequence]()
     others = list[Sequence]()
     for sequence in prompts:
         (outputs if sequence.continues_output else others).append(sequence)
-    if budget is not None and others:
+    if ranks and len({sequence.request.client for sequence in others}) == 1:
+        others.sort(key=lambda sequence: ranks.get(sequence, -1))
+    elif budget is not None and others:
         budget.reserve(others[0])
         others = [*sorted(others[1:], key=lambda sequence: sequence.missing), others[0]]
     return outputs + others

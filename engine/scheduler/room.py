@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 
@@ -76,6 +76,15 @@ class Room:
         if not tiers.fetches or sequence.table.blocks:
             return False
         return (tiers.considered(sequence) or self._kv.fits(sequence)) and tiers.fetch(sequence)
+
+    def advance(self, prompts: Iterable[Sequence]) -> None:
+        """Let new waiting prompts be admitted in this order, each in the turn of its client.
+
+        The order stays while the head of the queue lacks room, so that it gets the room that becomes free next.
+        """
+        head = self.head
+        if head is not None and self.may_have_blocks(head):
+            self._live.waiting.advance(sequence for sequence in prompts if not (sequence.blocked or sequence.in_flight))
 
     def may_have_blocks(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence has kept its blocks, or may find some."""

@@ -49,6 +49,7 @@ from engine.scheduler.room import Room
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
 from engine.scheduler.step_results import Emit, StepResults, no_emit
+from engine.scheduler.ttft_target import NO_ORDER, PromptOrder, TtftTarget
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
 from pdserve.ipc.messages import EventBatch, LastChunk, Refused, Status, Submit, Totals
@@ -111,6 +112,7 @@ class Scheduler:
             first_chunk=max(1, int(config.full_step * CROWDING_FRACTION)),
             idle_step=config.idle_step,
         )
+        self._ttft_target = TtftTarget(self.meter, self._itl_target, config.ttft_target)
         self._results = StepResults(
             in_flight=self._in_flight,
             live=self._live,
@@ -136,7 +138,8 @@ class Scheduler:
         """Queue a request, or refuse it at once if it can never fit, or if it has no output and the queue is full."""
         values = msgspec.structs.asdict(message)
         branches = {choice: array("I", output) for choice, output in values.pop("resume").items()}
-        request = Request(**values, branches=branches, waits_since=self._clock())
+        now = self._clock()
+        request = Request(arrived=now - values.pop("age"), **values, branches=branches, waits_since=now)
         longest_output = max(map(len, branches.values()), default=0)
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if needed > self.pool.total:
@@ -276,6 +279,7 @@ class Scheduler:
             decoding=len(running) - prompts,
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
+            ttft_target=self._ttft_target.seconds,
             host_blocks=self.connector.tiers.host_blocks,
             disk_blocks=self.connector.tiers.disk_blocks,
             state_slots=self.states.pool.counts,
@@ -331,12 +335,16 @@ class Scheduler:
         self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
             self._add_decodes(builder, self._peer_prompts.decode_ahead(runnable.ahead))
-        prompts = self._limit_prompts(builder, runnable, waited)
+        order = self._limit_prompts(builder, runnable, waited)
+        prompts = in_order(runnable.prompts, builder.budget, order.ranks)
         if runnable.prompts and self._live.waiting:
             own = {sequence.request.client for sequence in runnable.prompts}
             self._admit(
                 builder,
-                lambda head: (head.request.urgent or head.request.client not in own) and builder.has_room_beside(head),
+                lambda head: (
+                    ((head.request.urgent or head.request.client not in own) and builder.has_room_beside(head))
+                    or order.passes(head, runnable.prompts)
+                ),
             )
         self._prompts += runnable.prompts
         for sequence in prompts:
@@ -354,18 +362,24 @@ class Scheduler:
             return self._in_flight.select(running)
         return self._in_flight.select(chain(running, self.loads.computable()))
 
-    def _limit_prompts(
-        self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None
-    ) -> Collection[Sequence]:
-        """Limit the step's prompts if sequences decode. Return the running ones in the order in which it takes them."""
+    def _limit_prompts(self, builder: StepBuilder, runnable: RunnableSequences, waited: float | None) -> PromptOrder:
+        """Limit the step's prompts if sequences decode. Return the order of new prompts, the waiting ones included."""
         if not runnable.prompts and self.room.head is None:
-            return ()
+            return NO_ORDER
         decoding = sum(sequence.decodes_here for sequence in self._live.running.values())
         coming = int(self._live.streams_coming)  # a stream that comes must not wait for a whole step
+        loadable = self.connector.peers.loadable
+        waiting = (sequence for sequence in self._live.waiting if not loadable(sequence))
+        begin = self._clock() + self._busy
+        order = self._ttft_target.order(runnable.prompts, waiting, begin, decoding or coming)
+        self.room.advance(order.next_waiting)
         builder.budget = self._itl_target.budget(
-            decoding=decoding or coming, waited=waited, arrival_in=self._joining.arrival_in(self._busy)
+            decoding=decoding or coming,
+            waited=waited,
+            arrival_in=self._joining.arrival_in(self._busy),
+            longest=order.seconds,
         )
-        return in_order(runnable.prompts, builder.budget)
+        return order
 
     def _make_room(self) -> bool:
         """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""

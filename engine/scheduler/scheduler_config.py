@@ -30,6 +30,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: int  # requests without output
     stages: int = 1  # pipeline stages: see microbatch.py
     itl_target: float | None = 0.0  # seconds; 0: none, None: as itl_target.py measures
+    ttft_target: float = 0.0  # seconds; 0: none
     idle_step: float = 0.0  # seconds of a step without work for the device
     vocab_size: int = 0
     eos_token_ids: Collection[int] = ()
@@ -52,6 +53,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_waiting=config.options.max_waiting,
             stages=config.parallel.pp,
             itl_target=config.itl_target,
+            ttft_target=config.options.ttft_target / 1e3,
             idle_step=idle_step,
             vocab_size=config.model.vocab_size,
             eos_token_ids=config.model.eos_token_ids,

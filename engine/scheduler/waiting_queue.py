@@ -5,13 +5,17 @@ A sequence costs its prompt tokens that are not cached, when it is admitted, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from engine.request import Request
 from engine.sequence import Sequence
 from pdserve.fair_queue import FairQueue
 
 _QUANTUM = 64  # tokens per client and round
+
+
+def _streams_wait(sequence: Sequence) -> bool:
+    return not sequence.is_new
 
 
 class WaitingQueue:
@@ -36,6 +40,11 @@ class WaitingQueue:
     def appendleft(self, sequence: Sequence) -> None:
         """Add before the waiting sequences of its client and priority."""
         self._queue.push(sequence, sequence.request.client, sequence.request.priority, first=True)
+
+    def advance(self, sequences: Iterable[Sequence]) -> None:
+        """Put new prompts, in their order, before other new ones of their client and priority."""
+        for sequence in reversed(list(sequences)):
+            self._queue.advance(sequence, sequence.request.client, sequence.request.priority, stays=_streams_wait)
 
     def admit(self, sequence: Sequence, cached: int) -> None:
         """Remove a sequence that is admitted; its first ``cached`` tokens are free."""

@@ -25,7 +25,7 @@ from pdserve.flags.value_types import natural, number, parse_size, positive_int,
 from pdserve.kv.layout import FP8_E4M3, MAX_BLOCK_SIZE
 from pdserve.model.model_config import MODEL_IMPLS
 from pdserve.model.pooling import TASKS
-from pdserve.request_cost import AUTO_ITL_STEPS
+from pdserve.request_cost import AUTO_ITL_STEPS, TTFT_OBJECTIVE
 from pdserve.rpc.timeouts import DEFAULT_TIMING, PeerTiming
 
 KV_CACHE_DTYPES = ("auto", FP8_E4M3, "fp8")  # vLLM's names; the last two are the same
@@ -41,6 +41,7 @@ ALWAYS = "always"
 SPECULATE = (OFF, AUTO, LOOKUP, MTP, f"{EAGLE3}:DIR")
 SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # suffix of the model name in the API: the answers mean nothing
 MAX_DRAFTS = 16  # most drafts of a sequence in one step
+MOST_TARGET = 60_000.0  # ms of --itl-target and --ttft-target
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
 
 
@@ -369,11 +370,21 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="MS",
             parse=_itl_target,
             at_least=0,
-            at_most=60_000,
+            at_most=MOST_TARGET,
             unset=f"auto, {AUTO_ITL_STEPS:g} times the measured decode step of one sequence",
             group="limits",
         ),
     ] = None
+    ttft_target: Annotated[
+        float,
+        Flag(
+            "time from request to first token for which steps may exceed --itl-target, in ms; 0: none",
+            metavar="MS",
+            at_least=0,
+            at_most=MOST_TARGET,
+            group="limits",
+        ),
+    ] = 1e3 * TTFT_OBJECTIVE
     max_waiting: Annotated[
         int, Flag("queued requests; further requests are refused", metavar="N", at_least=0, group="limits")
     ] = 1024

@@ -113,6 +113,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     paused: bool = False  # in no step until Resume
     urgent: bool = False  # LEASE: before the waiting requests of its client; a running stream waits for it
     kv_layers: int = 0  # LEASE: layers with a KV cache that the peer has, with those that make drafts; 0: as here
+    age: float = 0.0  # seconds since the router got the request
 
 
 class LeaseCached(msgspec.Struct, frozen=True, tag=True):
@@ -511,6 +512,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     decoding: int = 0  # ``running`` sequences that decode; the others compute prompts
     for_peers: int = 0  # prompts in ``waiting`` and ``running`` that other nodes decode
     itl_target: float = 0.0  # seconds between tokens that steps with prompts keep (engine/scheduler/itl_target.py)
+    ttft_target: float = 0.0  # seconds until first tokens for which steps may take longer; 0: none
     state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # slots of recurrent state: free, held, leased, quarantined
     host_blocks: tuple[int, int] = (0, 0)  # blocks in host memory: free, and with cached KV
     disk_blocks: int = 0  # blocks on disk that this node knows

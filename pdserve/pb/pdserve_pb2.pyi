@@ -300,6 +300,7 @@ class NodeLoad(_message.Message):
     DECODING_FIELD_NUMBER: _builtins.int
     FOR_PEERS_FIELD_NUMBER: _builtins.int
     PROMPT_SHARE_FIELD_NUMBER: _builtins.int
+    TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
     ITL_TARGET_MS_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     total_blocks: _builtins.int
@@ -315,6 +316,8 @@ class NodeLoad(_message.Message):
     """prompts for other nodes: of ``waiting`` and ``running``; the rest decodes here"""
     prompt_share: _builtins.float
     """share of the last seconds that steps spent on prompts, 0 … 1"""
+    ttft_target_ms: _builtins.float
+    """time to first tokens for which steps may exceed itl_target_ms; 0: none (pdserve/step_pacing.py)"""
     itl_target_ms: _builtins.float
     """longest gap between tokens that prompts beside decodes may cause; 0: any (engine/scheduler/itl_target.py)"""
     @_builtins.property
@@ -331,11 +334,12 @@ class NodeLoad(_message.Message):
         decoding: _builtins.int = ...,
         for_peers: _builtins.int = ...,
         prompt_share: _builtins.float = ...,
+        ttft_target_ms: _builtins.float = ...,
         itl_target_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["throughput", b"throughput"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "decoding", b"decoding", "for_peers", b"for_peers", "free_blocks", b"free_blocks", "itl_target_ms", b"itl_target_ms", "prompt_share", b"prompt_share", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "decoding", b"decoding", "for_peers", b"for_peers", "free_blocks", b"free_blocks", "itl_target_ms", b"itl_target_ms", "prompt_share", b"prompt_share", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "ttft_target_ms", b"ttft_target_ms", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -787,6 +791,7 @@ class Generate(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number of the request, unique on this stream"""
@@ -816,6 +821,8 @@ class Generate(_message.Message):
     """the router's keyed hash of the client; nodes are fair between these"""
     epoch: _builtins.str
     """of D, as the router knows it: D with other weights refuses the request as draining; empty: any"""
+    age_ms: _builtins.int
+    """since the router got the request: prompts are computed by their time to the first token"""
     paused: _builtins.bool
     """as if Pause followed before any step: a request that migrates while its client does not read"""
     @_builtins.property
@@ -843,11 +850,12 @@ class Generate(_message.Message):
         tracestate: _builtins.str = ...,
         client: _builtins.int = ...,
         epoch: _builtins.str = ...,
+        age_ms: _builtins.int = ...,
         paused: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "pull", b"pull", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "pull", b"pull", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1496,6 +1504,7 @@ class PrefillRequest(_message.Message):
     CACHED_ONLY_FIELD_NUMBER: _builtins.int
     PREFIX_NODE_FIELD_NUMBER: _builtins.int
     PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     KV_LAYERS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number of the prompt, used once on a stream"""
@@ -1523,6 +1532,8 @@ class PrefillRequest(_message.Message):
     prefix_node: _builtins.str
     """as in Generate"""
     prefix_tokens: _builtins.int
+    age_ms: _builtins.int
+    """as in Generate"""
     kv_layers: _builtins.int
     """that D has, with those that make drafts: digests cover what both nodes have"""
     @_builtins.property
@@ -1546,11 +1557,12 @@ class PrefillRequest(_message.Message):
         cached_only: _builtins.bool = ...,
         prefix_node: _builtins.str = ...,
         prefix_tokens: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
         kv_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "kv_layers", b"kv_layers", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "kv_layers", b"kv_layers", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -164,6 +164,7 @@ class PromptRun:
             token_ids=self.prefix.token_ids,
             sampling=sampling_to_pb(sampling),
             timeout_ms=max(1, int(options.remaining * 1000)),
+            age_ms=int(options.age * 1000),
             cache_salt=options.cache_salt,
             priority=options.priority,
             client=options.client_tag,

@@ -51,7 +51,12 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     @property
     def remaining(self) -> float:
         """Seconds left of the timeout."""
-        return self.timeout - (monotonic() - self.arrived)
+        return self.timeout - self.age
+
+    @property
+    def age(self) -> float:
+        """Seconds since the request arrived."""
+        return monotonic() - self.arrived
 
     @property
     def log_fields(self) -> dict[str, object]:

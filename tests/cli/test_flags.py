@@ -147,6 +147,7 @@ def test_flag_defaults_equal_option_defaults() -> None:
         max_num_seqs=st.integers(1, 4096),
         max_batch_tokens=st.none() | st.integers(1, 10**6),
         itl_target=st.none() | st.floats(0.0, 60_000.0),
+        ttft_target=st.floats(0.0, 60_000.0),
         max_waiting=st.integers(1, 10**6),
         threads=st.none() | st.integers(1, 256),
     )

@@ -20,6 +20,7 @@ LISTED = {(path, name) for path, name, *_ in ROWS}
 #: Files of which the page has every number.
 COMPLETE = (
     "pdserve/request_cost.py",
+    "pdserve/step_pacing.py",
     "pdserve/config/simulated_costs.py",
     "cli/virtual_fleet/cards.py",
     "engine/executor/idle_step.py",

@@ -71,6 +71,7 @@ def node_with_streams(
     streams: int = STREAMS,
     tile: int = 1,
     rank: type[ToyRank] = ToyRank,
+    ttft_target: float = 0.0,
 ) -> Node:
     """Return a node that decodes ``streams`` sequences of client 1 for long."""
     node = Node(
@@ -81,6 +82,7 @@ def node_with_streams(
         tile=tile,
         batch_tokens=2000,
         itl_target=target,
+        ttft_target=ttft_target,
         seconds=model,
         rank=rank,
     )

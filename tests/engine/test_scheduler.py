@@ -31,6 +31,7 @@ PRIORITIES = st.one_of(st.just(0), st.integers(-1, 1))
     ),
     num_blocks=st.integers(12, 40),
     itl_target=st.sampled_from([0.0, None, 0.02]),
+    ttft_target=st.sampled_from([0.0, 1e-3, 0.5]),
     layered=st.booleans(),
 )
 @examples(60)
@@ -39,6 +40,7 @@ def test_local_requests_are_exact_under_preemption(
     requests: list[tuple[int, int, int, bool, int, int, int]],
     num_blocks: int,
     itl_target: float | None,
+    ttft_target: float,
     layered: bool,
 ) -> None:
     """Chunked prefill, shared prefixes, n choices, stops, too few blocks: every choice gets the reference's tokens.
@@ -50,6 +52,7 @@ def test_local_requests_are_exact_under_preemption(
         num_blocks,
         *depth,
         itl_target=itl_target,
+        ttft_target=ttft_target,
         layered=layered,
         seconds=SimulatedSteps(costs).seconds,
     )

@@ -32,7 +32,7 @@ DECODE = ("load", "throughput", "decode")
 OUTSIDE = [
     *(Lie((*PROMPT, "base"), value) for value in (math.nan, math.inf, -1.0, 1e308)),
     *(Lie((*DECODE, "slope"), value) for value in (math.nan, math.inf, -1.0, 1e308)),
-    *(Lie(("load", name), math.nan) for name in ("prompt_share", "itl_target_ms")),
+    *(Lie(("load", name), math.nan) for name in ("prompt_share", "itl_target_ms", "ttft_target_ms")),
     *(Lie(("description", "max_model_len"), value) for value in (0, 2**32 - 1)),
     Lie(("description", "vocab_size"), 0),
 ]

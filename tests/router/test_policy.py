@@ -434,6 +434,7 @@ loads = st.builds(
     for_peers=st.integers(0, 300),
     prompt_share=st.floats(0, 1),
     itl_target=st.floats(0, 0.1),
+    ttft_target=st.floats(0, 1.0),
     backlog=st.integers(0, 100_000),
     free_blocks=st.integers(0, 1000),
     total_blocks=st.just(1000),
@@ -531,6 +532,7 @@ any_views = st.builds(
         total_blocks=counts,
         prompt_share=st.floats(0.0, 1.0) | numbers,
         itl_target=in_range | numbers,
+        ttft_target=in_range | numbers,
     ),
     costs=st.builds(StepCosts, any_lines, any_lines, any_lines),
 )
@@ -561,7 +563,13 @@ LEAST = LinearCost(0.0, 5e-324)
 @pytest.mark.parametrize("prompt", [COSTS.prompt, LEAST], ids=["prompts", "all"])
 def test_costs_of_almost_no_time_give_a_placement(prompt: LinearCost) -> None:
     """Quotients of them exceed all numbers."""
-    fields = {"costs": StepCosts(prompt, LEAST, LEAST), "requests": 1, "decoding": 1, "itl_target": LEAST.slope}
+    fields = {
+        "costs": StepCosts(prompt, LEAST, LEAST),
+        "requests": 1,
+        "decoding": 1,
+        "itl_target": LEAST.slope,
+        "ttft_target": LEAST.slope,
+    }
     nodes = tuple(both(name, backlog=4000, prompt_share=0.5, **fields) for name in ("b0", "b1"))
     for typical in (None, COSTS, StepCosts(LEAST, LEAST, LEAST)):
         snapshot = FleetSnapshot("m", nodes, typical=typical)
@@ -570,7 +578,7 @@ def test_costs_of_almost_no_time_give_a_placement(prompt: LinearCost) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1e-3, math.nan, math.inf, 1e308])
-@pytest.mark.parametrize("name", ["prompt", "decode", "read", "prompt_share", "itl_target"])
+@pytest.mark.parametrize("name", ["prompt", "decode", "read", "prompt_share", "itl_target", "ttft_target"])
 def test_node_without_a_price_gets_no_request_while_another_one_has_one(name: str, bad: float) -> None:
     fields: dict[str, Any] = {name: bad} if name in RequestLoad.__struct_fields__ else {}
     costs = COSTS if fields else msgspec.structs.replace(COSTS, **{name: LinearCost(0.005, bad)})
