@@ -17,6 +17,8 @@ from engine.step_cost_meter import StepCostMeter
 from pdserve.request_cost import LinearCost
 from pdserve.step_pacing import LATE_TURN, MOST_ORDERED, Due, StepPace, pace
 
+_MOST_SEEN = 256  # waiting prompts that a step considers, in the queue's order: the time to order them bounds it
+
 
 @dataclass(frozen=True)
 class PromptOrder:
@@ -48,7 +50,7 @@ class TtftTarget:
         self._turn = 0  # steps with late prompts
 
     def order(self, running: Iterable[Sequence], waiting: Iterable[Sequence], now: float, decoding: int) -> PromptOrder:
-        """Order the new ones of running and waiting prompts.
+        """Order the new ones of running and waiting prompts: the first ``_MOST_SEEN`` of the latter.
 
         ``now``: when the step begins, by the scheduler's clock. ``decoding`` sequences of the node decode meanwhile.
         """
@@ -56,7 +58,7 @@ class TtftTarget:
         if not self.seconds or chunk is None:
             return NO_ORDER
         running = list(running)
-        queued = list(waiting)
+        queued = list(islice(waiting, _MOST_SEEN))
         new = [sequence for sequence in chain(running, queued) if sequence.is_new]
         urgent = [sequence for sequence in chain(running, queued) if not sequence.is_new]
         new.sort(key=lambda sequence: sequence.request.arrived)
