@@ -25,7 +25,7 @@ _MIXED = ((16, 32), (16, 64), (16, 96), (16, 128), (256, 192), (256, 256), (256,
 # a model lets steps have up to 1,408 tokens.
 _LARGE_MIXED = tuple((256, tokens) for tokens in range(640, 1408 + 1, 128))
 
-# The same tokens beside more decodes. Rows of padding take time in attention, so steps with few decodes keep theirs.
+# Sizes for the same tokens beside more decodes. Rows of padding take time in attention: few decodes keep few rows.
 _CROWDED_MIXED = tuple((512 if tokens <= 1024 else 1024, tokens) for _, tokens in _LARGE_MIXED)
 
 _HOPPER = 9  # major compute capability; FA3 runs on no other

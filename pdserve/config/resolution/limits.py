@@ -44,13 +44,14 @@ def choose_max_num_seqs(
     """
     if options.max_num_seqs is not None:
         return Resolved(options.max_num_seqs)
-    number, reason = FEWEST_SEQS, "on a CPU"
+    number = FEWEST_SEQS
+    reason = "on a CPU"
     if device.kind != "cpu":
         fitting = min(_sequences_in(options, memory, unit) for unit in units)
         number = default_max_num_seqs(fitting)
         what = f"sequences of {SEQUENCE_TOKENS} tokens" if units[0].states is None else "pairs of recurrent states"
         reason = f"memory holds {fitting} {what}; within {FEWEST_SEQS} … {MOST_SEQS}"
-    tokens = 1 + options.max_drafts  # of a sequence in a step
+    tokens = 1 + options.max_drafts  # a sequence's in a step
     step = options.max_batch_tokens or max(_usual_batch_tokens(device, parallel), FEWEST_SEQS * tokens)
     if step // tokens < number:
         number = step // tokens
