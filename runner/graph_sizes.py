@@ -25,9 +25,6 @@ _MIXED = ((16, 32), (16, 64), (16, 96), (16, 128), (256, 192), (256, 256), (256,
 # a model lets steps have up to 1,408 tokens.
 _LARGE_MIXED = tuple((256, tokens) for tokens in range(640, 1408 + 1, 128))
 
-# Sizes for the same tokens beside more decodes. Rows of padding take time in attention: few decodes keep few rows.
-_CROWDED_MIXED = tuple((512 if tokens <= 1024 else 1024, tokens) for _, tokens in _LARGE_MIXED)
-
 _HOPPER = 9  # major compute capability; FA3 runs on no other
 
 # Tokens of a prompt that begins behind a handoff: the first one, and three that P decoded ahead. A step holds two such
@@ -94,7 +91,7 @@ class GraphSizes:
         """
         mixed: tuple[tuple[int, int], ...] = () if config.model.state is not None else _MIXED
         if mixed and _fa3_attends_in_graphs(config):
-            mixed += _LARGE_MIXED + _CROWDED_MIXED
+            mixed += _LARGE_MIXED
         return cls.within(config.max_num_seqs, config.max_batch_tokens, mixed, config.max_drafts)
 
     @classmethod

@@ -348,7 +348,7 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             "sequences that decode at the same time",
             metavar="N",
             at_least=1,
-            unset="256 on a CPU; 256 to 1024 on a GPU, as its KV memory holds",
+            unset="256 on a CPU; 256 to 512 on a GPU, as its KV memory holds",
             group="limits",
         ),
     ] = None

@@ -19,9 +19,9 @@ _STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothin
 
 
 # Bounds of the default of max_num_seqs. A burst of 2,000 requests, 512 tokens in and 256 out, ends in 50.7, 46.8, 45.6
-# and 45.6 s with 256, 512, 768 and 1,024 sequences (simulated, 8B, H200).
+# and 45.6 s with 256, 512, 768 and 1,024 sequences (simulated, 8B, H200); more than 512 have not been measured on a GPU.
 FEWEST_SEQS = 256
-MOST_SEQS = 1024
+MOST_SEQS = 512
 
 #: Tokens of a sequence for which the default of max_num_seqs leaves room in the KV cache. Of a burst of 800 requests,
 #: 100 tokens in and 900 out, none was preempted with room for 1,040 tokens, and 375 with room for 520 (simulated, 8B).
