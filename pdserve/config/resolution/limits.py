@@ -19,7 +19,7 @@ _STAGED_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # the second stage has nothin
 
 
 # Bounds of the default of max_num_seqs. A burst of 2,000 requests, 512 tokens in and 256 out, ends in 50.7, 46.8, 45.6
-# and 45.6 s with 256, 512, 768 and 1,024 sequences (simulated, 8B, H200); more than 512 have not been measured on a GPU.
+# and 45.6 s with 256, 512, 768 and 1,024 sequences (simulated, 8B, H200). No GPU has been measured with more than 512.
 FEWEST_SEQS = 256
 MOST_SEQS = 512
 
