@@ -239,6 +239,7 @@ class _Reader:
     def __init__(self, languages: _Languages) -> None:
         self._languages = languages
         self._budget = languages.budget
+        self._asserting: dict[int, bool] = {}  # by the id of parts, which the parsed pattern keeps
 
     def language(self, parts: Sequence[Any], rest: _Language, at_start: bool = False) -> _Language:
         """Return the texts that match the parts and then ``rest``; ``at_start``: the parts are the whole pattern."""
@@ -331,18 +332,20 @@ class _Reader:
         return False
 
     def _asserts(self, parts: Sequence[Any]) -> bool:
-        for kind, value in parts:
-            self._budget.spend()
-            inner: Sequence[Any] = ()
-            if kind in _ASSERTIONS:
-                return True
-            if kind is constants.SUBPATTERN or kind in (constants.MAX_REPEAT, constants.MIN_REPEAT):
-                inner = (value[-1],)
-            elif kind is constants.BRANCH:
-                inner = value[1]
-            if any(self._asserts(part) for part in inner):
-                return True
-        return False
+        """Whether parts have an assertion, at any depth. Each list of parts is walked once, however deep it lies."""
+        asserts = self._asserting.get(id(parts))
+        if asserts is None:
+            asserts = self._asserting[id(parts)] = any(self._part_asserts(kind, value) for kind, value in parts)
+        return asserts
+
+    def _part_asserts(self, kind: Any, value: Any) -> bool:
+        self._budget.spend()
+        inner: Sequence[Any] = ()
+        if kind is constants.SUBPATTERN or kind in (constants.MAX_REPEAT, constants.MIN_REPEAT):
+            inner = (value[-1],)
+        elif kind is constants.BRANCH:
+            inner = value[1]
+        return kind in _ASSERTIONS or any(map(self._asserts, inner))
 
 
 # ---------------------------------------------------------------- to regexes

@@ -22,7 +22,7 @@ class UnknownPattern(Exception):
 
 def parsed(pattern: str, budget: Budget) -> Any:
     """Return the parts of a pattern. Raises UnknownPattern, or WorkExceeded."""
-    budget.spend(2 * len(pattern))
+    budget.spend(3 * len(pattern))  # the parser runs up to 50 lines for a character
     try:
         return _parser.parse(pattern)
     except (_parser.error, RecursionError, OverflowError) as exc:
