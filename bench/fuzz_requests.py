@@ -225,7 +225,8 @@ class Findings:
             errors = [choice.logprob_error(actual.choices[index]) for index, choice in expected.choices.items()]
             self.largest = max(self.largest, *errors)
         else:
-            self.failures.append(f"{way}: {first_difference(actual, expected)}\n    {json.dumps(body)}")
+            difference = f"error {actual.choices[0].text!r}" if is_refused(actual) else first_difference(actual, expected)
+            self.failures.append(f"{way}: {difference}\n    {json.dumps(body)}")
             print(self.failures[-1], flush=True)
 
     def __str__(self) -> str:
@@ -243,6 +244,10 @@ async def send(client: httpx.AsyncClient, body: Body, salt: str, pauses: Iterabl
         refused = Answer()
         refused.add({"system_fingerprint": "", "choices": [{**_REFUSAL, "text": str(exc)}]})
         return refused
+
+
+def is_refused(answer: Answer) -> bool:
+    return 0 in answer.choices and answer.choices[0].finish_reason == REFUSED
 
 
 _REFUSAL = {"index": 0, "finish_reason": REFUSED, "logprobs": None, "token_ids": []}
@@ -280,7 +285,7 @@ class Round:
         for _ in range(self.args.requests):
             body = self._draw()
             answer = await send(alone, body, self._salt())
-            if answer.choices[0].finish_reason != REFUSED and add_stops(self.rng, body, answer):
+            if not is_refused(answer) and add_stops(self.rng, body, answer):
                 answer = await send(alone, body, self._salt())
             self.findings.counts["alone"] += 1
             self.findings.counts[answer.choices[0].finish_reason] += 1
@@ -315,7 +320,7 @@ class Round:
             answers = await asyncio.gather(*sent)
             for body, salt, answer, reference in zip(bodies, salts, answers, expected, strict=True):
                 self._compare("not read", body, answer, reference)
-                if isinstance(body["prompt"][0], int) and reference.choices[0].finish_reason != REFUSED:
+                if isinstance(body["prompt"][0], int) and not is_refused(reference):
                     turn = self._next_turn(body, reference)
                     alike = await send(alone, turn, salt)
                     for reply in await asyncio.gather(*(send(client, turn, salt) for _ in range(TURNS))):
