@@ -103,11 +103,6 @@ class NodeMetrics(Collector):
             lambda: status().itl_target,
         )
         metrics.read_gauge(
-            "pdserve_ttft_target_seconds",
-            "Time to first tokens for which steps may exceed the gap; 0: none.",
-            lambda: status().ttft_target,
-        )
-        metrics.read_gauge(
             "pdserve_prompt_backlog_tokens", "Prompt tokens to be computed here.", lambda: status().backlog
         )
         metrics.read_gauge(
