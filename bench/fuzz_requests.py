@@ -225,7 +225,9 @@ class Findings:
             errors = [choice.logprob_error(actual.choices[index]) for index, choice in expected.choices.items()]
             self.largest = max(self.largest, *errors)
         else:
-            difference = f"error {actual.choices[0].text!r}" if is_refused(actual) else first_difference(actual, expected)
+            difference = (
+                f"error {actual.choices[0].text!r}" if is_refused(actual) else first_difference(actual, expected)
+            )
             self.failures.append(f"{way}: {difference}\n    {json.dumps(body)}")
             print(self.failures[-1], flush=True)
 

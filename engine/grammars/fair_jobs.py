@@ -7,7 +7,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Generic, TypeVar
 
-from pdserve.fair_turns import FairTurns
+from pdserve.fairness.fair_turns import FairTurns
 from pdserve.grammar import start_thread
 
 Job = TypeVar("Job")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from engine.request import Request
 from engine.sequence import Sequence
-from pdserve.fair_queue import FairQueue
+from pdserve.fairness.fair_queue import FairQueue
 
 _QUANTUM = 64  # tokens per client and round
 

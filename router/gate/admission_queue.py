@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from pdserve.errors import Overloaded
-from pdserve.fair_queue import FairQueue
+from pdserve.fairness.fair_queue import FairQueue
 
 _WINDOW = 32  # past requests in a mean
 _QUANTUM = 64  # tokens per client and round

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from time import monotonic
 
-from pdserve.fair_turns import FairTurns
+from pdserve.fairness.fair_turns import FairTurns
 
 CLIENT = ContextVar("client", default="")  # fairness_key of the HTTP request that a task serves
 

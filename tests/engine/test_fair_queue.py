@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.fair_queue import FairQueue
+from pdserve.fairness.fair_queue import FairQueue
 
 QUANTUM = 10
 LARGEST = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Generic
 
-from pdserve.fair_queue import ClientT, FairQueue, T
+from pdserve.fairness.fair_queue import ClientT, FairQueue, T
 
 _QUANTUM = 1000  # microseconds of work, see FairQueue
 

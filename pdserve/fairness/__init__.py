@@ -1,0 +1,1 @@
+"""Turns of clients: a queue by cost, and slots in turn."""
