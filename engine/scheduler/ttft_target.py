@@ -17,7 +17,7 @@ from engine.step_cost_meter import StepCostMeter
 from pdserve.request_cost import LinearCost
 from pdserve.step_pacing import LATE_TURN, MOST_ORDERED, Due, StepPace, pace
 
-_MOST_SEEN = 256  # waiting prompts that a step considers, in the queue's order: the time to order them bounds it
+_MOST_SEEN = 256  # waiting prompts that a step considers, as it takes time to order them
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class TtftTarget:
         self._turn = 0  # steps with late prompts
 
     def order(self, running: Iterable[Sequence], waiting: Iterable[Sequence], now: float, decoding: int) -> PromptOrder:
-        """Order the new ones of running and waiting prompts: the first ``_MOST_SEEN`` of the latter.
+        """Order the new ones of running and waiting prompts.
+
+        Of more than ``_MOST_SEEN`` waiting ones, half are the oldest, and half the newest: under overload the others
+        between them are late, and the newest can still meet their objective.
 
         ``now``: when the step begins, by the scheduler's clock. ``decoding`` sequences of the node decode meanwhile.
         """
@@ -58,10 +61,12 @@ class TtftTarget:
         if not self.seconds or chunk is None:
             return NO_ORDER
         running = list(running)
-        queued = list(islice(waiting, _MOST_SEEN))
+        queued = sorted(waiting, key=_arrived)
+        if len(queued) > _MOST_SEEN:
+            queued = queued[: _MOST_SEEN // 2] + queued[-_MOST_SEEN // 2 :]
         new = [sequence for sequence in chain(running, queued) if sequence.is_new]
         urgent = [sequence for sequence in chain(running, queued) if not sequence.is_new]
-        new.sort(key=lambda sequence: sequence.request.arrived)
+        new.sort(key=_arrived)
         objective = self.seconds - now
         dues = [Due(_seconds(s, chunk.token), s.request.arrived + objective) for s in new]
         step = self._itl_target.step(decoding)
@@ -87,6 +92,10 @@ class TtftTarget:
         if self._turn % LATE_TURN:
             return chosen.first + chosen.late
         return chosen.late[:1] + chosen.first + chosen.late[1:]
+
+
+def _arrived(sequence: Sequence) -> float:
+    return sequence.request.arrived
 
 
 def _seconds(sequence: Sequence, token: LinearCost) -> float:

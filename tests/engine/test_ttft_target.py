@@ -155,6 +155,12 @@ def test_under_overload_more_prompts_meet_their_objective_than_in_order_of_arriv
     assert met(0.5) >= 0.42  # 1 / 1.6 of the load fits, and late prompts get a quarter of that
 
 
+def test_new_prompts_meet_their_objective_behind_any_number_of_late_ones() -> None:
+    jobs = served([Job(number / 100, 2000, 2) for number in range(1200)], 0.5)
+    newest = [job for job in jobs if job.at >= 6.0]
+    assert sum(job.ttft <= 0.5 for job in newest) >= 0.15 * len(newest)  # three quarters of a capacity of 25 per second
+
+
 def test_no_late_prompt_starves_while_others_keep_coming() -> None:
     """One step in four begins with the oldest late prompt. Long ones are late first."""
     long = [Job(0.1 * number, 15_000, 2, awaited=False) for number in range(3)]
