@@ -36,86 +36,12 @@ class NodeMetrics(Collector):
     def __init__(self, node: NodeContext, watch: LivenessWatch, role_metrics: Callable[[], Iterable[Metric]]) -> None:
         self._role_metrics = role_metrics
         self._metrics = metrics = MetricSet(node.config.served_model_name)
-
-        def status() -> Status:
-            return node.engine.status
-
-        def heartbeat() -> Heartbeat:
-            return node.engine.monitor.last
-
         metrics.read_gauge("pdserve_node_info", "Identity of the node.", lambda: _identity(node), _IDENTITY)
         metrics.read_gauge(
             "pdserve_node_state",
             "1 for the current state of the node.",
             lambda: {(state.value,): float(state is node.state) for state in NodeState},
             ["state"],
-        )
-        metrics.read_gauge(
-            "pdserve_kv_blocks",
-            "KV blocks by use.",
-            lambda: _fields(status(), *_USES),
-            ["use"],
-        )
-        metrics.read_gauge(
-            "pdserve_kv_use_ratio",
-            "Share of KV blocks that are not free.",
-            lambda: _used_share(status()),
-            also=["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
-        )
-        metrics.read_gauge(
-            "vllm:num_requests_running",
-            "Requests that run or read their KV.",
-            lambda: status().reading + status().running,
-        )
-        metrics.read_gauge("vllm:num_requests_waiting", "Requests that wait for blocks.", lambda: status().waiting)
-        metrics.read_gauge(
-            "vllm:cache_config_info",
-            "1; labels are sizes of the KV cache.",
-            lambda: {(str(node.engine.kv_layout.block_size), str(node.engine.kv_layout.num_blocks)): 1.0},
-            ["block_size", "num_gpu_blocks"],
-        )
-        metrics.read_gauge(
-            "pdserve_state_slots",
-            "Slots of recurrent state by use; 0 if the model has no recurrent layers.",
-            lambda: {(use,): float(count) for use, count in zip(_USES, status().state_slots, strict=True)},
-            ["use"],
-        )
-        metrics.read_gauge(
-            "pdserve_host_kv_blocks",
-            "KV blocks in host memory by use; 0 without --host-kv-memory.",
-            lambda: {(use,): float(count) for use, count in zip(("free", "stored"), status().host_blocks, strict=True)},
-            ["use"],
-        )
-        metrics.read_gauge(
-            "pdserve_disk_kv_blocks",
-            "KV blocks on disk that this node knows of; 0 without --disk-kv.",
-            lambda: status().disk_blocks,
-        )
-        metrics.read_gauge(
-            "pdserve_node_requests",
-            "Requests on the node.",
-            lambda: _fields(status(), "waiting", "reading", "running", "paused"),
-            ["state"],
-        )
-        metrics.read_gauge(
-            "pdserve_itl_target_seconds",
-            "Gap between tokens that steps with prompts keep; 0: none.",
-            lambda: status().itl_target,
-        )
-        metrics.read_gauge(
-            "pdserve_prompt_backlog_tokens", "Prompt tokens to be computed here.", lambda: status().backlog
-        )
-        metrics.read_gauge(
-            "pdserve_prompt_backlog_seconds",
-            "Estimated time to compute that backlog, in seconds.",
-            lambda: _backlog_seconds(status()),
-        )
-        metrics.read_totals("pdserve", Counters, lambda: {(): status().totals}, also=_VLLM_COUNTERS)
-        metrics.read_counter(
-            "pdserve_spec_decode_num_accepted_tokens_per_pos",
-            "Accepted drafts by their position among those of a decode.",
-            lambda: {(str(at),): float(count) for at, count in enumerate(status().totals.accepted_per_position)},
-            ["position"],
         )
         metrics.read_counter(
             "pdserve_stream_violations",
@@ -128,24 +54,109 @@ class NodeMetrics(Collector):
             lambda: {(outcome,): float(count) for outcome, count in node.weight_changes.items()},
             ["outcome"],
         )
-        metrics.read_gauge(
-            "pdserve_step_loop_gap_max_seconds",
-            "Longest part of a step loop iteration outside the runner, since start.",
-            lambda: heartbeat().loop_gap,
-        )
-        metrics.read_gauge(
-            "pdserve_engine_thread_gap_max_seconds",
-            "Longest time in which no thread of the engine could run, since start.",
-            lambda: heartbeat().thread_gap,
-        )
-        metrics.read_gauge(
-            "pdserve_event_loop_gap_max_seconds",
-            "Longest time in which the frontend's event loop could not run, since start.",
-            lambda: watch.longest_gap,
-        )
+
+        def status() -> Status:
+            return node.engine.status
+
+        _read_cache(metrics, node, status)
+        _read_requests(metrics, status)
+        _read_steps(metrics, status)
+        _read_gaps(metrics, watch, lambda: node.engine.monitor.last)
 
     def collect(self) -> Iterator[Metric]:
         return chain(self._metrics.collect(), self._role_metrics())
+
+
+def _read_cache(metrics: MetricSet, node: NodeContext, status: Callable[[], Status]) -> None:
+    metrics.read_gauge(
+        "pdserve_kv_blocks",
+        "KV blocks by use.",
+        lambda: _fields(status(), *_USES),
+        ["use"],
+    )
+    metrics.read_gauge(
+        "pdserve_kv_use_ratio",
+        "Share of KV blocks that are not free.",
+        lambda: _used_share(status()),
+        also=["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
+    )
+    metrics.read_gauge(
+        "vllm:cache_config_info",
+        "1; labels are sizes of the KV cache.",
+        lambda: {(str(node.engine.kv_layout.block_size), str(node.engine.kv_layout.num_blocks)): 1.0},
+        ["block_size", "num_gpu_blocks"],
+    )
+    metrics.read_gauge(
+        "pdserve_state_slots",
+        "Slots of recurrent state by use; 0 if the model has no recurrent layers.",
+        lambda: {(use,): float(count) for use, count in zip(_USES, status().state_slots, strict=True)},
+        ["use"],
+    )
+    metrics.read_gauge(
+        "pdserve_host_kv_blocks",
+        "KV blocks in host memory by use; 0 without --host-kv-memory.",
+        lambda: {(use,): float(count) for use, count in zip(("free", "stored"), status().host_blocks, strict=True)},
+        ["use"],
+    )
+    metrics.read_gauge(
+        "pdserve_disk_kv_blocks",
+        "KV blocks on disk that this node knows of; 0 without --disk-kv.",
+        lambda: status().disk_blocks,
+    )
+
+
+def _read_requests(metrics: MetricSet, status: Callable[[], Status]) -> None:
+    metrics.read_gauge(
+        "pdserve_node_requests",
+        "Requests on the node.",
+        lambda: _fields(status(), "waiting", "reading", "running", "paused"),
+        ["state"],
+    )
+    metrics.read_gauge(
+        "vllm:num_requests_running",
+        "Requests that run or read their KV.",
+        lambda: status().reading + status().running,
+    )
+    metrics.read_gauge("vllm:num_requests_waiting", "Requests that wait for blocks.", lambda: status().waiting)
+    metrics.read_gauge(
+        "pdserve_itl_target_seconds",
+        "Gap between tokens that steps with prompts keep; 0: none.",
+        lambda: status().itl_target,
+    )
+    metrics.read_gauge("pdserve_prompt_backlog_tokens", "Prompt tokens to be computed here.", lambda: status().backlog)
+    metrics.read_gauge(
+        "pdserve_prompt_backlog_seconds",
+        "Estimated time to compute that backlog, in seconds.",
+        lambda: _backlog_seconds(status()),
+    )
+
+
+def _read_steps(metrics: MetricSet, status: Callable[[], Status]) -> None:
+    metrics.read_totals("pdserve", Counters, lambda: {(): status().totals}, also=_VLLM_COUNTERS)
+    metrics.read_counter(
+        "pdserve_spec_decode_num_accepted_tokens_per_pos",
+        "Accepted drafts by their position among those of a decode.",
+        lambda: {(str(at),): float(count) for at, count in enumerate(status().totals.accepted_per_position)},
+        ["position"],
+    )
+
+
+def _read_gaps(metrics: MetricSet, watch: LivenessWatch, heartbeat: Callable[[], Heartbeat]) -> None:
+    metrics.read_gauge(
+        "pdserve_step_loop_gap_max_seconds",
+        "Longest part of a step loop iteration outside the runner, since start.",
+        lambda: heartbeat().loop_gap,
+    )
+    metrics.read_gauge(
+        "pdserve_engine_thread_gap_max_seconds",
+        "Longest time in which no thread of the engine could run, since start.",
+        lambda: heartbeat().thread_gap,
+    )
+    metrics.read_gauge(
+        "pdserve_event_loop_gap_max_seconds",
+        "Longest time in which the frontend's event loop could not run, since start.",
+        lambda: watch.longest_gap,
+    )
 
 
 def exported_registry(metrics: Collector, engine_pid: Callable[[], int | None]) -> CollectorRegistry:

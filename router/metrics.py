@@ -87,13 +87,14 @@ class RouterMetrics:
         self._metrics = metrics = MetricSet()
         self.registry = metrics.registry
         ProcessCollector(registry=self.registry)
-        self.requests = metrics.counter(
-            "pdserve_requests",
-            "Requests to models by endpoint and outcome (ok, disconnected, or the error type).",
-            ["endpoint", "outcome"],
-        )
-        self.in_flight = metrics.gauge("pdserve_requests_in_flight", "Requests to models in progress.")
-        self.waiting = metrics.gauge("pdserve_requests_waiting", "Requests to models that wait for a slot.")
+        self._add_connections(metrics)
+        self._add_requests(metrics)
+        self._add_tokens(metrics)
+        self._add_keys(metrics)
+        self._add_response_store(metrics)
+        self._add_nodes(metrics)
+
+    def _add_connections(self, metrics: MetricSet) -> None:
         self.connections = metrics.gauge("pdserve_connections", "Open connections of clients.")
         self.evicted_connections = metrics.counter(
             "pdserve_evicted_connections", "Idle connections closed because there were more than --max-connections."
@@ -101,9 +102,54 @@ class RouterMetrics:
         self.refused_connections = metrics.counter(
             "pdserve_refused_connections", "Requests with a 503 because no connection was idle then."
         )
+        self.stalled_clients = metrics.counter(
+            "pdserve_stalled_clients", "Connections closed because the client read nothing for --client-stall-timeout."
+        )
         self.body_bytes = metrics.gauge(
             "pdserve_request_body_bytes", "Bytes of large request bodies that are not parsed yet."
         )
+
+    def _add_requests(self, metrics: MetricSet) -> None:
+        self.requests = metrics.counter(
+            "pdserve_requests",
+            "Requests to models by endpoint and outcome (ok, disconnected, or the error type).",
+            ["endpoint", "outcome"],
+        )
+        self.in_flight = metrics.gauge("pdserve_requests_in_flight", "Requests to models in progress.")
+        self.waiting = metrics.gauge("pdserve_requests_waiting", "Requests to models that wait for a slot.")
+        self.pauses = metrics.counter("pdserve_client_pauses", "Requests paused because their client does not read.")
+        self.finished = metrics.counter(
+            "vllm:request_success", "Choices that ended, by reason.", [*MODEL_LABELS, "finished_reason"]
+        )
+        self.prepared = metrics.histogram(
+            "pdserve_prepare_seconds",
+            "Time from a request's arrival to its tokenized prompts, when it starts to wait for a slot.",
+            _TTFT_BUCKETS,
+        )
+        self.queued = metrics.histogram("pdserve_queue_seconds", "Time that requests waited for a slot.", _TTFT_BUCKETS)
+        self.duration = metrics.labeled_histogram(
+            "pdserve_request_duration_seconds",
+            "Time from a request's arrival to the end of its response.",
+            "endpoint",
+            _DURATION_BUCKETS,
+        )
+        self.model_duration = metrics.model_histogram(
+            "",
+            "Time from a request's arrival to the end of its response.",
+            _DURATION_BUCKETS,
+            also=["vllm:e2e_request_latency_seconds"],
+        )
+        self.decode = metrics.model_histogram(
+            "pdserve_request_decode_seconds",
+            "Time from a request's first token to the end of its response.",
+            _DURATION_BUCKETS,
+            also=["vllm:request_decode_time_seconds"],
+        )
+        self.loop_lag = metrics.histogram(
+            "pdserve_router_loop_lag_seconds", "How late the event loop ran a timer of 10 ms.", _LAG_BUCKETS
+        )
+
+    def _add_tokens(self, metrics: MetricSet) -> None:
         self.prompt_tokens = metrics.model_counter(
             "pdserve_prompt_tokens", "Prompt tokens sent to nodes.", also=["vllm:prompt_tokens"]
         )
@@ -115,36 +161,8 @@ class RouterMetrics:
             "pdserve_expected_cached_prompt_tokens",
             "Prompt tokens expected in a prefix cache; compare pdserve_cached_prompt_tokens.",
         )
-        self.pauses = metrics.counter("pdserve_client_pauses", "Requests paused because their client does not read.")
-        self.stalled_clients = metrics.counter(
-            "pdserve_stalled_clients", "Connections closed because the client read nothing for --client-stall-timeout."
-        )
         self.output_tokens = metrics.model_counter(
             "pdserve_output_tokens", "Output tokens received.", also=["vllm:generation_tokens"]
-        )
-        self.ttft = metrics.model_histogram(
-            "pdserve_time_to_first_token_seconds",
-            "Time from the request's arrival to the first token of each prompt.",
-            _TTFT_BUCKETS,
-            also=["vllm:time_to_first_token_seconds"],
-        )
-        self.itl = metrics.model_histogram(
-            "pdserve_inter_token_latency_seconds",
-            "Time between two tokens of a choice, as received.",
-            _ITL_BUCKETS,
-            also=["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
-        )
-        self.decode = metrics.model_histogram(
-            "pdserve_request_decode_seconds",
-            "Time from a request's first token to the end of its response.",
-            _DURATION_BUCKETS,
-            also=["vllm:request_decode_time_seconds"],
-        )
-        self.model_duration = metrics.model_histogram(
-            "",
-            "Time from a request's arrival to the end of its response.",
-            _DURATION_BUCKETS,
-            also=["vllm:e2e_request_latency_seconds"],
         )
         self.prompt_length = metrics.model_histogram(
             "pdserve_request_prompt_tokens",
@@ -164,24 +182,20 @@ class RouterMetrics:
             _TOKEN_BUCKETS,
             also=["vllm:request_max_num_generation_tokens"],
         )
-        self.finished = metrics.counter(
-            "vllm:request_success", "Choices that ended, by reason.", [*MODEL_LABELS, "finished_reason"]
-        )
-        self.loop_lag = metrics.histogram(
-            "pdserve_router_loop_lag_seconds", "How late the event loop ran a timer of 10 ms.", _LAG_BUCKETS
-        )
-        self.prepared = metrics.histogram(
-            "pdserve_prepare_seconds",
-            "Time from a request's arrival to its tokenized prompts, when it starts to wait for a slot.",
+        self.ttft = metrics.model_histogram(
+            "pdserve_time_to_first_token_seconds",
+            "Time from the request's arrival to the first token of each prompt.",
             _TTFT_BUCKETS,
+            also=["vllm:time_to_first_token_seconds"],
         )
-        self.queued = metrics.histogram("pdserve_queue_seconds", "Time that requests waited for a slot.", _TTFT_BUCKETS)
-        self.duration = metrics.labeled_histogram(
-            "pdserve_request_duration_seconds",
-            "Time from a request's arrival to the end of its response.",
-            "endpoint",
-            _DURATION_BUCKETS,
+        self.itl = metrics.model_histogram(
+            "pdserve_inter_token_latency_seconds",
+            "Time between two tokens of a choice, as received.",
+            _ITL_BUCKETS,
+            also=["vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"],
         )
+
+    def _add_keys(self, metrics: MetricSet) -> None:
         self.unauthorized = metrics.counter("pdserve_unauthorized_requests", "Requests without a valid API key.")
         self.unauthorized_limited = metrics.counter(
             "pdserve_unauthorized_limited_requests",
@@ -199,11 +213,15 @@ class RouterMetrics:
         self.key_tokens = metrics.counter(
             "pdserve_key_tokens", "Tokens by API key name and kind (prompt, output).", ["key", "kind"]
         )
+
+    def _add_response_store(self, metrics: MetricSet) -> None:
         self.stored_responses = metrics.gauge("pdserve_stored_responses", "Responses in the store (--response-store).")
         self.stored_bytes = metrics.gauge("pdserve_stored_response_bytes", "Bytes of responses in the store.")
         self.store_errors = metrics.counter(
             "pdserve_response_store_errors", "Responses that could not be stored, and failed reads of the store."
         )
+
+    def _add_nodes(self, metrics: MetricSet) -> None:
         self.migrations = metrics.counter(
             "pdserve_migrations",
             "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "
