@@ -6,6 +6,7 @@ The ports are checked before anything is loaded, so that a port in use is found 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -18,6 +19,7 @@ from node.metrics import exported_registry
 from node.node import Node
 from pdserve.config.device import node_devices
 from pdserve.config.multi_host import LocalRanks
+from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError
@@ -28,6 +30,9 @@ from pdserve.rpc import channel as rpc
 from pdserve.rpc.message_limits import request_limit
 from pdserve.rpc.tls import PeerTls
 from pdserve.tracing.trace_flags import make_tracer
+
+if TYPE_CHECKING:
+    from pdserve.http.metrics_server import MetricsServer
 
 _log = logging.getLogger(__name__)
 
@@ -44,23 +49,14 @@ async def serve(
     signals = ShutdownSignals()
     rpc.check_port(frontend.host, frontend.port)
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
-    metrics_server = None
-    if frontend.metrics_port is not None:
-        from pdserve.http.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
-
-        metrics_server = MetricsServer(frontend.host, frontend.metrics_port)
+    metrics_server = _metrics_server(frontend)
     devices = node_devices(options, len(local.ranks))
     config = resolve(options, devices[0])
-    if config.pooling is not None and role.name != "prefill":
-        task = f"task {config.pooling.task}: a node of role {role.name} generates"
-        raise ConfigError(f"{task}, prefill nodes alone serve this model; start `pdserve prefill`")
+    _check_task(config, role)
     limit = request_limit(config.max_model_len)
     server = grpc.aio.server(options=rpc.server_options(config.options.peer_timing, limit))
     address = frontend.address(rpc.bind(server, frontend.host, frontend.port, tls))
-    for choice in config.choices:
-        _log.info("%s", choice)
-    level = logging.WARNING if config.decision.fallback and config.device.kind == "cuda" else logging.INFO
-    _log.log(level, "runner %s: %s", config.decision.runner, "; ".join(config.decision.reasons))
+    _log_choices(config)
     node_id = frontend.node_id or address
     epoch = new_epoch()
     has_connector = role.uses_connector and config.pooling is None
@@ -103,3 +99,27 @@ async def serve(
         if metrics_server is not None:
             metrics_server.close()
         tracer.close()
+
+
+def _metrics_server(frontend: FrontendOptions) -> MetricsServer | None:
+    """Bind the port for Prometheus, if there is one."""
+    if frontend.metrics_port is None:
+        return None
+    from pdserve.http.metrics_server import MetricsServer  # imports uvicorn, which takes 0.1 s
+
+    return MetricsServer(frontend.host, frontend.metrics_port)
+
+
+def _check_task(config: NodeConfig, role: Role) -> None:
+    """Raises ConfigError for a model that pools on a node that generates."""
+    if config.pooling is not None and role.name != "prefill":
+        task = f"task {config.pooling.task}: a node of role {role.name} generates"
+        raise ConfigError(f"{task}, prefill nodes alone serve this model; start `pdserve prefill`")
+
+
+def _log_choices(config: NodeConfig) -> None:
+    for choice in config.choices:
+        _log.info("%s", choice)
+    decision = config.decision
+    level = logging.WARNING if decision.fallback and config.device.kind == "cuda" else logging.INFO
+    _log.log(level, "runner %s: %s", decision.runner, "; ".join(decision.reasons))

@@ -63,24 +63,35 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
     status.loading("tokenizer", -1)
     tokenizers = {name: (root, load_tokenizer(root, options.chat_template)) for name, root in options.models}
     service = Service(options, tokenizers, make_tracer(options.traces, "router", name, options.trace_sample))
+    config = _uvicorn_config(options, service, max_connections)
+    config.load()
+    gc.freeze()  # long-lived objects
+    gc.set_threshold(_GC_THRESHOLD)
+    scheme = "http" if certificate is None else "https"
+    _log.info("listening on %s://%s", scheme, join_address(*listener.getsockname()[:2]))
+    server = _Server(config, service, status, certificate, metrics_server)
+    server.run(sockets=[listener])
+
+
+def _uvicorn_config(options: RouterOptions, service: Service, max_connections: int) -> uvicorn.Config:
     metrics = service.metrics
     limit = ConnectionLimit(max_connections, metrics.evicted_connections.inc, metrics.refused_connections.inc)
     metrics.connections.set_function(lambda: limit.num_open)
-    config = uvicorn.Config(
+    return uvicorn.Config(
         create_app(service),
         loop="uvloop",
         http=partial(  # type: ignore[arg-type]
             BoundedConnection,
             limit=limit,
             stall_timeout=options.client_stall_timeout,
-            on_stall=service.metrics.stalled_clients.inc,
+            on_stall=metrics.stalled_clients.inc,
         ),
         ws=partial(  # type: ignore[arg-type]
             WebSocketConnection,
             limit=limit,
             memory=MessageMemory(BODIES_IN_MEMORY * options.max_body_bytes),
             stall_timeout=options.client_stall_timeout,
-            on_stall=service.metrics.stalled_clients.inc,
+            on_stall=metrics.stalled_clients.inc,
         ),
         ws_max_size=options.max_body_bytes,
         ws_per_message_deflate=False,
@@ -94,13 +105,6 @@ def serve(options: RouterOptions, status: StatusWriter) -> None:
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         backlog=2048,
     )
-    config.load()
-    gc.freeze()  # long-lived objects
-    gc.set_threshold(_GC_THRESHOLD)
-    scheme = "http" if certificate is None else "https"
-    _log.info("listening on %s://%s", scheme, join_address(*listener.getsockname()[:2]))
-    server = _Server(config, service, status, certificate, metrics_server)
-    server.run(sockets=[listener])
 
 
 def load_tokenizer(root: str, template_file: str | None = None) -> Tokenizer:

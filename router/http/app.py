@@ -125,11 +125,7 @@ def create_app(service: Service) -> ASGIApp:
         MessagesDialect(),
     ]
     pooling: list[PoolingDialect[Any]] = [EmbeddingsDialect(), ScoreDialect(), RerankDialect()]
-    endpoints: dict[str, ASGIApp] = {}
-    for dialect in generating:
-        endpoints |= dict.fromkeys(dialect.paths, GenerateEndpoint(service, bodies, dialect))
-    for pooling_dialect in pooling:
-        endpoints |= dict.fromkeys(pooling_dialect.paths, PoolingEndpoint(service, bodies, pooling_dialect))
+    endpoints = _endpoints(service, bodies, generating, pooling)
     formats = ErrorFormats(generating)
     app.router.routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
     add_stored_responses(app, store, running, service.options.sse_keep_alive)
@@ -144,9 +140,27 @@ def create_app(service: Service) -> ASGIApp:
     _add_error_handlers(app, formats)
     key_check = None if service.keys is None else KeyCheck(service.keys, service.metrics)
     sockets = {"/v1/responses": ResponsesSocket(service, bodies, responses, key_check=key_check)}
-    whole: ASGIApp = DirectRoutes(
-        app, endpoints, sockets, formats=formats, max_body_bytes=service.options.max_body_bytes
-    )
+    direct = DirectRoutes(app, endpoints, sockets, formats=formats, max_body_bytes=service.options.max_body_bytes)
+    return _guarded(direct, service, key_check, formats)
+
+
+def _endpoints(
+    service: Service,
+    bodies: BodyReader,
+    generating: Sequence[GenerateDialect[Any]],
+    pooling: Sequence[PoolingDialect[Any]],
+) -> dict[str, ASGIApp]:
+    """Return the endpoints of all dialects by path."""
+    endpoints: dict[str, ASGIApp] = {}
+    for dialect in generating:
+        endpoints |= dict.fromkeys(dialect.paths, GenerateEndpoint(service, bodies, dialect))
+    for pooling_dialect in pooling:
+        endpoints |= dict.fromkeys(pooling_dialect.paths, PoolingEndpoint(service, bodies, pooling_dialect))
+    return endpoints
+
+
+def _guarded(whole: ASGIApp, service: Service, key_check: KeyCheck | None, formats: ErrorFormats) -> ASGIApp:
+    """Return the application behind the check of API keys and the rules for other origins, where there are any."""
     if key_check is not None:
         public = {"/health", "/health/live", "/ping", DOCS_PATH, *PAGE, *CHAT_PAGE}
         whole = Authentication(whole, key_check, public, formats=formats)

@@ -7,13 +7,14 @@ Raw ASGI, because there is a chunk per token. The status line of a stream waits 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from pdserve.errors import PdserveError
 from router.dialect.answer_writer import AnswerWriter
-from router.dialect.dialect import GenerateBodyT, GenerateDialect
+from router.dialect.dialect import GenerateBodyT, GenerateDialect, Prepared
 from router.gate.admission import Idle, RequestAdmission, RequestWork
 from router.generation.generation import RequestGeneration
-from router.generation.job import GenerationOptions
+from router.generation.job import GenerationOptions, Job
 from router.http.endpoints.body_reader import BodyReader
 from router.http.endpoints.delivery import deadline, delivery
 from router.http.endpoints.model_endpoint import ModelEndpoint
@@ -41,30 +42,9 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
         model = accounting.use_model(service.find(body.model))
         accounting.use_id(body.request_id)
         prepared = await dialect.prepare(body, model)
-        options = GenerationOptions(
-            request_id=accounting.request_id,
-            arrived=accounting.arrived,
-            timeout=service.options.request_timeout,
-            migrations=service.options.migrations,
-            stops=prepared.stops,
-            new_reader=prepared.new_reader,
-            cache_salt=admission.cache_salt(body.cache_salt),
-            priority=admission.clamp_priority(body.priority),
-            client_tag=admission.client_tag,
-            owner=admission.owner,
-            continues_prompt=prepared.continues_prompt,
-            visible_special_tokens=prepared.visible_special_tokens,
-            names_nodes=service.options.dashboard,
-            hint=accounting.hint,
-            span=accounting.span,
-        )
-        work = RequestWork(
-            prompt_tokens=sum(job.prompt.num_tokens for job in prepared.jobs),
-            max_output=sum(job.sampling.n * job.sampling.max_tokens for job in prepared.jobs),
-            num_choices=sum(job.sampling.n for job in prepared.jobs),
-        )
+        options = self._options(body, prepared, admission, accounting)
         accounting.prepared()
-        headers = [*admission.reserve(work), *accounting.id_headers]
+        headers = [*admission.reserve(_work(prepared.jobs)), *accounting.id_headers]
         response = dialect.respond(body, prepared, model, options=options)
         generation = RequestGeneration(
             prepared.jobs, options, model.tokenizer, consumer=response, metrics=accounting.metrics
@@ -87,3 +67,38 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
             return await response.deliver(writer, headers)
         finally:
             generation.close()
+
+    def _options(
+        self,
+        body: GenerateBodyT,
+        prepared: Prepared,
+        admission: RequestAdmission,
+        accounting: RequestAccounting,
+    ) -> GenerationOptions:
+        service = self._service
+        return GenerationOptions(
+            request_id=accounting.request_id,
+            arrived=accounting.arrived,
+            timeout=service.options.request_timeout,
+            migrations=service.options.migrations,
+            stops=prepared.stops,
+            new_reader=prepared.new_reader,
+            cache_salt=admission.cache_salt(body.cache_salt),
+            priority=admission.clamp_priority(body.priority),
+            client_tag=admission.client_tag,
+            owner=admission.owner,
+            continues_prompt=prepared.continues_prompt,
+            visible_special_tokens=prepared.visible_special_tokens,
+            names_nodes=service.options.dashboard,
+            hint=accounting.hint,
+            span=accounting.span,
+        )
+
+
+def _work(jobs: Sequence[Job]) -> RequestWork:
+    """Return what the rate limits of a client count before the request runs."""
+    return RequestWork(
+        prompt_tokens=sum(job.prompt.num_tokens for job in jobs),
+        max_output=sum(job.sampling.n * job.sampling.max_tokens for job in jobs),
+        num_choices=sum(job.sampling.n for job in jobs),
+    )
