@@ -139,13 +139,7 @@ def _findings(
         yield run_check("bytecode", checks.check_bytecode)
     if config is not None:
         yield run_check("runner", checks.check_runner, lambda: resolve(without_weights, devices[0]))
-        if on_gpu:
-            yield run_check("attention", checks.check_attention, config)
-        yield run_check("tokenizer", _check_tokenizer, config)
-        if not options.simulated:
-            yield run_check("tensors", lambda: ok(str(checked_tensors(config))))
-        if not options.simulated:
-            yield run_check("memory", _check_memory, config, devices)
+        yield from _model_findings(options, config, devices)
     yield run_check("shm", checks.check_shared_memory, ranks, on_gpu)
     if not options.simulated:
         yield run_check("memlock", checks.check_locked_memory, options, required, on_gpu)
@@ -156,10 +150,24 @@ def _findings(
     elif ":" in back_end:
         yield run_check("kv connector", _check_connector, back_end)
     for source in prefill:
-        addresses: list[str] = []
-        yield run_check("peers", _check_source, source, addresses)
-        for address in addresses:
-            yield run_check("peer", _check_peer, address, options, config if local else None)
+        yield from _peer_findings(source, options, config if local else None)
+
+
+def _model_findings(options: NodeOptions, config: NodeConfig, devices: Sequence[DeviceInfo]) -> Iterator[Finding]:
+    if devices[0].kind == "cuda":
+        yield run_check("attention", checks.check_attention, config)
+    yield run_check("tokenizer", _check_tokenizer, config)
+    if not options.simulated:
+        yield run_check("tensors", lambda: ok(str(checked_tensors(config))))
+        yield run_check("memory", _check_memory, config, devices)
+
+
+def _peer_findings(source: str, options: NodeOptions, config: NodeConfig | None) -> Iterator[Finding]:
+    """Yield a finding for a source of --prefill, and for each node that it lists."""
+    addresses: list[str] = []
+    yield run_check("peers", _check_source, source, addresses)
+    for address in addresses:
+        yield run_check("peer", _check_peer, address, options, config)
 
 
 def _check_tokenizer(config: NodeConfig) -> Finding:

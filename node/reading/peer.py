@@ -213,6 +213,30 @@ class KVPeer:
             raise PeerLoading(f"is {state}")
         if description.protocol != PROTOCOL_VERSION:
             raise PeerError(describe_protocol(description.protocol))
+        own_epoch = self._node.epoch
+        reply = await self._shake_hands(stub, description)
+        self.node_id = reply.node_id
+        self.epoch = reply.epoch
+        self._broken = ""
+        self._check_now.clear()
+        peer = self._read_layouts(reply)
+        connection = await self._connect_connector(peer)
+        if own_epoch != self._node.epoch:
+            raise PeerLoading("was asked before this node changed its weights")
+        self._check_own_state()  # this node may change its weights now
+        self._check_transport(connection)
+        self._metrics.transport = connection.transport
+        limit = request_limit(description.max_model_len)
+        self.stream = PeerStream(stub, peer, max_request=limit, on_change=self.check)
+        self._drained = False
+        self._registry.on_connected(self)
+        role = "prefill" if self.computes else "decode"
+        _log.info("connected to %s node %s (epoch %s) at %s", role, self.node_id, self.epoch, self.address)
+
+    async def _shake_hands(
+        self, stub: pb_grpc.PrefillNodeAsyncStub, description: pb.NodeDescription
+    ) -> pb.HandshakeReply:
+        """Raises PeerError if another node answers than the described one, or one that is connected already."""
         request = pb.HandshakeRequest(
             protocol=PROTOCOL_VERSION,
             compat_hash=self._node.compat_hash,
@@ -225,10 +249,10 @@ class KVPeer:
             raise PeerError(f"was {description.node_id} (epoch {description.epoch}) and is {reply.node_id} now")
         if self._registry.has(reply.node_id):
             raise PeerError(f"is {reply.node_id}, which is connected through another address")
-        self.node_id = reply.node_id
-        self.epoch = reply.epoch
-        self._broken = ""
-        self._check_now.clear()
+        return reply
+
+    def _read_layouts(self, reply: pb.HandshakeReply) -> Peer:
+        """Return the peer that the connector connects to. Raises PeerError for layouts that cannot be."""
         try:
             ranks = tuple(rank_from_pb(rank) for rank in reply.ranks)
         except ConfigError as exc:
@@ -246,18 +270,7 @@ class KVPeer:
                 shown(reply.drafts),
                 drafts,
             )
-        connection = await self._connect_connector(peer)
-        if request.epoch != self._node.epoch:
-            raise PeerLoading("was asked before this node changed its weights")
-        self._check_own_state()  # this node may change its weights now
-        self._check_transport(connection)
-        self._metrics.transport = connection.transport
-        limit = request_limit(description.max_model_len)
-        self.stream = PeerStream(stub, peer, max_request=limit, on_change=self.check)
-        self._drained = False
-        self._registry.on_connected(self)
-        role = "prefill" if self.computes else "decode"
-        _log.info("connected to %s node %s (epoch %s) at %s", role, self.node_id, self.epoch, self.address)
+        return peer
 
     async def _connect_connector(self, peer: Peer) -> Connected:
         """Have the engine's connector connect. Raises PeerError when it cannot."""

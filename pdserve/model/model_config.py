@@ -187,6 +187,13 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     architecture = _architecture(fields, impl)
     if impl == TRANSFORMERS or architecture not in FAMILIES:
         return _any_decoder(model_dir, fields, architecture, multimodal)
+    return _native_decoder(model_dir, fields, architecture, multimodal, embeds)
+
+
+def _native_decoder(
+    model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str, embeds: bool
+) -> ModelConfig:
+    """Read a model of a family in ``FAMILIES``."""
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
     check_unread(fields, family.module)
@@ -194,18 +201,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers")
     num_heads = fields.integer("num_attention_heads")
-    hidden_size = fields.integer("hidden_size")
     latent = read_latent(fields) if family.has_latents else None
-    if latent is None:
-        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-        head_dim = fields.integer("head_dim", hidden_size // num_heads)
-    else:
-        num_kv_heads = 1
-        head_dim = latent.row_size
-    if num_heads % num_kv_heads:
-        raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
-    if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    num_kv_heads, head_dim = _key_value_heads(fields, num_heads, latent)
     rope_head_dim = head_dim if latent is None else latent.qk_rope_head_dim
     rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
     scale = head_dim**-0.5 if latent is None else latent.scale(rope)
@@ -216,7 +213,7 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     model = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
-        hidden_size=hidden_size,
+        hidden_size=fields.integer("hidden_size"),
         intermediate_size=_intermediate_size(fields),
         num_layers=num_layers,
         num_heads=num_heads,
@@ -248,6 +245,21 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
         multimodal=multimodal,
     )
     return msgspec.structs.replace(model, unread_fields=unread_names(fields))
+
+
+def _key_value_heads(fields: ConfigFields, num_heads: int, latent: LatentConfig | None) -> tuple[int, int]:
+    """Return the key/value heads of the KV cache and their size, or one head with the size of a latent's row."""
+    if latent is None:
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+        head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)
+    else:
+        num_kv_heads = 1
+        head_dim = latent.row_size
+    if num_heads % num_kv_heads:
+        raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    return num_kv_heads, head_dim
 
 
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:

@@ -10,7 +10,6 @@ import logging
 from collections import ChainMap
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.kv_scales import is_kv_scale
-from pdserve.checkpoint.quantized_weights import MXFP4, find_weights
+from pdserve.checkpoint.quantized_weights import MXFP4, CheckpointWeights, find_weights
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import collect_headers, weight_files
@@ -129,31 +128,43 @@ def open_weights(
                 if not is_kv_scale(name)
             }
             threads = 1 if peer is None else peer.threads
-            opened_as = partial(OpenWeights, tensors=ChainMap(*headers.values()), files=states, threads=threads)
             rules = storage_rules(model.weight_format, model.quantization)
             if rules is None:
-                yield opened_as(_named_as_causal(_asking(peer, stored), model))
-                return
-            weights = find_weights(model_dir, headers, rules)
-            if rules:
-                name_of_dtype = str(dtype).removeprefix("torch.")
-                cost = weights.memory_cost(model.weight_format, name_of_dtype, model.keeps_quantized)
-                _log.info("weights are %s", cost)
-            plain = _asking(peer, {name: stored[name] for name in weights.plain})
-            quantized: dict[str, Any] = {}
-            if model.weight_format == FP8_AT_LOAD and model.keeps_quantized:
-                for name in filter(is_linear, weights.plain):
-                    quantized |= {name: QuantizedRows(plain[name]), f"{name}_scale": ScalesOfRows(plain[name])}
-            for name, weight in weights.quantized.items():
-                if model.keeps_quantized and weight.rule.packing == MXFP4:
-                    quantized |= {part: stored[part] for part in weight.parts}
-                elif model.keeps_quantized and is_linear(name):
-                    quantized |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
-                else:
-                    quantized[name] = DequantizedSlice(name, weight, stored, device, dtype)
-            yield opened_as(_named_as_causal(plain | quantized, model))
+                slices = _asking(peer, stored)
+            else:
+                weights = find_weights(model_dir, headers, rules)
+                if rules:
+                    name_of_dtype = str(dtype).removeprefix("torch.")
+                    cost = weights.memory_cost(model.weight_format, name_of_dtype, model.keeps_quantized)
+                    _log.info("weights are %s", cost)
+                plain = _asking(peer, {name: stored[name] for name in weights.plain})
+                slices = plain | _quantized(model, weights, plain, stored, device, dtype)
+            yield OpenWeights(_named_as_causal(slices, model), ChainMap(*headers.values()), states, threads)
         except OSError as exc:
             raise CheckpointError(f"{model_dir} cannot be read ({exc}); download the checkpoint again") from exc
+
+
+def _quantized(
+    model: ModelConfig,
+    weights: CheckpointWeights,
+    plain: Mapping[str, Any],
+    stored: Mapping[str, FileSlice],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Return slices of the weights that are quantized in the checkpoint, or become so when they are read."""
+    slices: dict[str, Any] = {}
+    if model.weight_format == FP8_AT_LOAD and model.keeps_quantized:
+        for name in filter(is_linear, weights.plain):
+            slices |= {name: QuantizedRows(plain[name]), f"{name}_scale": ScalesOfRows(plain[name])}
+    for name, weight in weights.quantized.items():
+        if model.keeps_quantized and weight.rule.packing == MXFP4:
+            slices |= {part: stored[part] for part in weight.parts}
+        elif model.keeps_quantized and is_linear(name):
+            slices |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
+        else:
+            slices[name] = DequantizedSlice(name, weight, stored, device, dtype)
+    return slices
 
 
 def _asking(peer: PeerWeights | None, stored: dict[str, Any]) -> dict[str, Any]:
