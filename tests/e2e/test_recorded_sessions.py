@@ -1,7 +1,8 @@
 """Whole sessions of Codex CLI and Claude Code on two nodes of each role, while nodes die.
 
-Thirty turns with tools, failed tools, images, and a request that is cancelled and repeated. Each answer must be that of
-a cold decode node alone: neither a death, nor a cached prefix, nor a handoff changes a token.
+Thirty turns with tools, failed tools, images of which one is refused, and a request that is cancelled and repeated.
+Each answer must be that of a cold decode node alone: neither a death, nor a cached prefix, nor a handoff changes a
+token.
 
 python -m pytest -m slow tests/e2e/test_recorded_sessions.py
 """
@@ -93,6 +94,9 @@ def replay(session: Session, client: httpx.Client, fleet: Fleet) -> tuple[list[F
         if number - DEAD_TURNS in faults:
             restart_dead_nodes(fleet)
         body = session.request(turn)
+        if turn.refused:
+            assert "is an image; the model reads text only" in session.refusal(client, body)
+            body = session.request_without_image(turn)
         begun = cancel(session, client, body) if turn.cancelled else ""
         counted = session.count_tokens(client, body) if isinstance(session, ClaudeCode) and turn.counted else None
         if number in faults:

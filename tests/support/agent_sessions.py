@@ -33,6 +33,7 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning: str = ""  # later requests repeat it before the answer
     least: int = 0  # least output tokens
     most: int = 100  # most output tokens
+    refused: bool = False  # the server refuses the user's image, and the client repeats the request without it
     cancelled: bool = False  # the client closes the connection amid the answer, then repeats the request
     counted: bool = False  # the client first asks for the number of input tokens
 
@@ -78,8 +79,21 @@ class Session(ABC):
         assert self._open_calls or turn.result is None, "the last answer has no call"
         self._history += self._messages(turn, ABORTED if turn.result is None else turn.result)
         self._open_calls = []
-        body = {"model": MODEL_NAME, **self.record.request, **self._with_history(), "temperature": 0}
-        return {**body, **self._limits(turn), **({"tool_choice": self._forced(turn.call)} if turn.call else {})}
+        return self._body(turn)
+
+    def request_without_image(self, turn: Turn) -> Fields:
+        """Remove images from the newest message, and return the body of the turn's request."""
+        newest = self._history[-1]
+        content = [part for part in newest["content"] if part["type"] != self.image]
+        assert len(content) < len(newest["content"]), "the newest message has no image"
+        self._history[-1] = {**newest, "content": content}
+        return self._body(turn)
+
+    def refusal(self, client: httpx.Client, body: Fields) -> str:
+        """Send a request that the server refuses. Return the message of the error."""
+        response = client.post(self.path, json=body, headers=self.record.headers)
+        assert response.status_code == 400, response.text
+        return str(response.json()["error"]["message"])
 
     def stream(self, client: httpx.Client, body: Fields) -> Generator[Fields]:
         """Send a request and yield the events of its answer. Closing the iterator closes the connection."""
@@ -95,6 +109,10 @@ class Session(ABC):
         """Add an answer to the history."""
         self._history += self._answered(turn, answer)
         self._open_calls = [item for item, (name, _) in zip(answer.items, answer.said, strict=True) if name]
+
+    def _body(self, turn: Turn) -> Fields:
+        body = {"model": MODEL_NAME, **self.record.request, **self._with_history(), "temperature": 0}
+        return {**body, **self._limits(turn), **({"tool_choice": self._forced(turn.call)} if turn.call else {})}
 
     @abstractmethod
     def text_of(self, event: Fields) -> str:
