@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.token_rules import TokenRules
 from pdserve.grammar import Grammar
+from pdserve.images import Images
 from pdserve.ipc.messages import Mode
 from pdserve.records import TOKEN_BYTES
 from pdserve.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ class Request:
     client: int = 0
     urgent: bool = False  # on P: before the waiting requests of its client
     kv_layers: int = 0  # on P: layers with a KV cache that the peer has; 0: as here
+    images: Images = ()
 
     # Written by Room and KVLoads.
     cached_tokens: int | None = None  # prompt tokens in the prefix cache at the first admission; None: not admitted

@@ -13,6 +13,7 @@
     ├── DeadlineExceeded        HTTP 504
     └── NodeError               HTTP 502
         ├── PeerError
+        ├── ImagesMissing
         └── EngineDied
             └── EngineCrashed
                 └── PrefillCrashed
@@ -104,6 +105,10 @@ class NodeError(PdserveError):
 
 class PeerError(NodeError):
     """The peer of a handoff is dead, hung, restarted or incompatible."""
+
+
+class ImagesMissing(NodeError):
+    """The node lacks pixels of an image that it has to compute: the router puts them again."""
 
 
 class EngineDied(NodeError):

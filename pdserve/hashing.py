@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Collection, Iterator
 from hashlib import blake2b
 
+from pdserve.images import Images, block_extra
 from pdserve.records import TOKEN_BYTES
 
 SHORT_HASH_BYTES = 8  # leading bytes of a hash that nodes send to routers
@@ -25,18 +26,22 @@ def root_hash(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=_HASH_BYTES, person=b"pdserve").digest()
 
 
-def hash_block_tokens(parent: bytes, token_ids: bytes | array[int]) -> bytes:
-    """Return the hash of a full block, given as uint32 token ids, that follows the block of hash ``parent``."""
-    return blake2b(parent + token_ids, digest_size=_HASH_BYTES).digest()
+def hash_block_tokens(parent: bytes, token_ids: bytes | array[int], extra: bytes = b"") -> bytes:
+    """Return the hash of a full block, given as uint32 token ids, that follows the block of hash ``parent``.
+
+    ``extra`` is what else its KV depends on: ``block_extra`` of its images.
+    """
+    return blake2b(parent + token_ids + extra, digest_size=_HASH_BYTES).digest()
 
 
-def short_block_hashes(token_ids: bytes, block_size: int, root: bytes) -> list[int]:
+def short_block_hashes(token_ids: bytes, block_size: int, root: bytes, images: Images = ()) -> list[int]:
     """Return the first 64 bits of the hash of every full block of a prompt (uint32). Takes 1 µs per block."""
     size = block_size * TOKEN_BYTES
     block_hash = root
     hashes = []
     for end in range(size, len(token_ids) + 1, size):
-        block_hash = hash_block_tokens(block_hash, token_ids[end - size : end])
+        extra = block_extra(images, (end - size) // TOKEN_BYTES, end // TOKEN_BYTES) if images else b""
+        block_hash = hash_block_tokens(block_hash, token_ids[end - size : end], extra)
         hashes.append(int.from_bytes(block_hash[:SHORT_HASH_BYTES], "little"))
     return hashes
 
@@ -51,8 +56,10 @@ def unpack_block_hashes(data: bytes) -> array[int]:
 class BlockHashes:
     """The hashes of a growing token list, computed when they are needed. The chain begins with ``root`` (root_hash)."""
 
-    def __init__(self, block_size: int, root: bytes, hashes: Collection[bytes] = ()) -> None:
+    def __init__(self, block_size: int, root: bytes, hashes: Collection[bytes] = (), *, images: Images = ()) -> None:
+        """``hashes``: those of the leading blocks that are computed already."""
         self.block_size = block_size
+        self._images = images
         self._chain = [root, *hashes]
 
     def upto(self, token_ids: array[int], num_tokens: int) -> list[bytes]:
@@ -74,5 +81,7 @@ class BlockHashes:
     def _extend(self, token_ids: array[int], count: int) -> None:
         chain = self._chain
         size = self.block_size
+        images = self._images
         for index in range(len(chain) - 1, count):
-            chain.append(hash_block_tokens(chain[-1], token_ids[index * size : (index + 1) * size]))
+            extra = block_extra(images, index * size, (index + 1) * size) if images else b""
+            chain.append(hash_block_tokens(chain[-1], token_ids[index * size : (index + 1) * size], extra))

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pdserve.images import ImageSpan
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv.layout import KVLayout, KVRegion, KVShare
@@ -145,6 +146,13 @@ NO_ORDERS = KVConnectorOrders()
 # ---------------------------------------------------------------- scheduler → runner
 
 
+class SequenceImage(msgspec.Struct, frozen=True):
+    """An image of a sequence."""
+
+    span: ImageSpan
+    pixels: bytes  # uint8 [height, width, 3], RGB; empty: no token of it is computed here
+
+
 class NewSequence(msgspec.Struct, frozen=True):
     """A sequence that the runner does not know, because it is new or was preempted."""
 
@@ -158,6 +166,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     num_scored: int = 1  # leading prompt tokens whose log-probabilities were reported already
     state_slot: int = NO_SLOT  # slot of the recurrent state
     state_from: int = NO_SLOT  # slot with the state after ``num_computed`` tokens; NO_SLOT: ``num_computed`` is 0
+    images: tuple[SequenceImage, ...] = ()  # all of the prompt
 
     @property
     def num_tokens(self) -> int:

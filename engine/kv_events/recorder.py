@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from engine.kv_cache.cache_recorder import CacheRecorder
 from engine.sequence import Sequence
+from pdserve.images import block_images
 from pdserve.ipc.cache_changes import BlockKey, CacheChanges, Medium, StoredBlock, TierChanges
 from pdserve.ipc.key_changes import KeyChanges
 from pdserve.ipc.messages import Configure
@@ -36,8 +37,10 @@ class NetChanges(CacheRecorder):
             del self._removed[key]
             return
         size = hashes.block_size
+        request = sequence.request
         tokens = sequence.token_ids[index * size : (index + 1) * size].tobytes()
-        self._stored[key] = StoredBlock(group, block_hash, parent, tokens, sequence.request.cache_salt)
+        images = block_images(request.images, index * size, (index + 1) * size)
+        self._stored[key] = StoredBlock(group, block_hash, parent, tokens, request.cache_salt, images)
 
     def remove(self, keys: Collection[BlockKey]) -> None:
         for key in keys:

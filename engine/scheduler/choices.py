@@ -143,7 +143,7 @@ class ChoiceManager:
             request,
             choice,
             token_ids=token_ids,
-            hashes=BlockHashes(self._block_size, root_hash(request.cache_salt), prompt_hashes),
+            hashes=BlockHashes(self._block_size, root_hash(request.cache_salt), prompt_hashes, images=request.images),
             prompt_len=request.prompt_len,
             max_length=request.max_length,
         )

@@ -10,6 +10,7 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
+from pdserve.images import ImageInput, ImageMode
 from pdserve.kv.layout import UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.kv.states import StateLayout, StateShare
 from pdserve.model.model_config import ModelConfig
@@ -64,6 +65,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_dir: str = ""  # checkpoint of ``model.draft_head``
     draft_digest: str = ""  # digest of the draft head's weights; empty until known
     max_drafts: int = 0  # most drafts of a decode in one step
+    images: ImageMode = ImageMode.NONE
+    image_input: ImageInput | None = None  # None: images are refused
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason

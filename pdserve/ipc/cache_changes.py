@@ -17,6 +17,7 @@ class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
     parent: bytes  # hash of the block before it; empty for the first block of a prompt
     token_ids: bytes  # little-endian uint32
     cache_salt: str  # the request's; its chain of block hashes begins with it (pdserve/hashing.py)
+    images: tuple[tuple[bytes, int], ...] = ()  # digest and relative place of each image in it (pdserve/images.py)
 
     @property
     def key(self) -> BlockKey:

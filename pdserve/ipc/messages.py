@@ -27,6 +27,9 @@ On P: Submit(LEASE) ──►   ◄── leased(rid, blocks) after each part of
 outputs(first tokens). While no other request needs the device, outputs(rid, …) of further tokens follow.
 FreeLease(rid) ──►
 
+Images: PutPixels(digest, …) ──► until the last part, before the Submit that needs them. DropPixels(digest) ──► when no
+prompt does.
+
 A pull, on P: LeaseCached ──►   ◄── leased(rid, cached blocks), at once, or with checksums after a step.
 FreeLease(rid) ──►   While requests of P lack its blocks, ◄── revoke(rid), and P waits for FreeLease(rid).
 The reader's side is a handoff whose KV ends before the last tokens; it computes these after KVConfirmed. P pulls a
@@ -46,6 +49,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
 from pdserve.host.process import one_line
+from pdserve.images import Images
 from pdserve.ipc.cache_changes import CacheChanges, Medium
 from pdserve.kv.layout import KVLayout
 from pdserve.kv.states import NO_SLOT
@@ -55,6 +59,8 @@ from pdserve.request_cost import StepCosts
 from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import FileStates, HostDigests, WeightChange
 from pdserve.weights.sharing import RankWeights, WeightPeer
+
+MAX_PIXEL_PART = 256 << 10  # bytes of a PutPixels
 
 #: Tokens that P has sampled for each choice; they begin its output. Ignored for a resumed request.
 Outputs = tuple[tuple[int, ...], ...]
@@ -114,6 +120,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     urgent: bool = False  # LEASE: before the waiting requests of its client; a running stream waits for it
     kv_layers: int = 0  # LEASE: layers with a KV cache that the peer has, with those that make drafts; 0: as here
     age: float = 0.0  # seconds since the router got the request
+    images: Images = ()  # the prompt's; PutPixels has brought the pixels, unless no token of them is computed here
 
 
 class LeaseCached(msgspec.Struct, frozen=True, tag=True):
@@ -124,6 +131,7 @@ class LeaseCached(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str
     skip_tokens: int  # leading tokens whose KV the peer has; only later blocks are leased
     kv_layers: int = 0  # as in Submit
+    images: Images = ()
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):
@@ -196,6 +204,20 @@ class FreeLease(msgspec.Struct, frozen=True, tag=True):
     rid: int
 
 
+class PutPixels(msgspec.Struct, frozen=True, tag=True):
+    """The next part of an image's pixels, at most MAX_PIXEL_PART bytes: uint8 [height, width, 3] in all."""
+
+    digest: bytes  # ImageSpan.digest
+    data: bytes
+    last: bool  # the image is complete
+
+
+class DropPixels(msgspec.Struct, frozen=True, tag=True):
+    """No prompt needs these pixels any more. They may be incomplete. Unknown digests are ignored."""
+
+    digest: bytes
+
+
 class Connect(msgspec.Struct, frozen=True, tag=True):
     peer: Peer
 
@@ -241,6 +263,8 @@ ToEngine = (
     | Pause
     | Resume
     | FreeLease
+    | PutPixels
+    | DropPixels
     | Connect
     | Disconnect
     | ChangeWeights

@@ -127,6 +127,7 @@ class NodeDescription(_message.Message):
     HANDS_OFF_ALL_FIELD_NUMBER: _builtins.int
     LEASES_CACHE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start, wake-up and change of the weights"""
@@ -170,6 +171,10 @@ class NodeDescription(_message.Message):
     def pooling(self) -> Global___Pooling:
         """only with task "embed" or "classify" """
 
+    @_builtins.property
+    def images(self) -> Global___ImageInput:
+        """absent: the node encodes no images"""
+
     def __init__(
         self,
         *,
@@ -194,14 +199,56 @@ class NodeDescription(_message.Message):
         hands_off_all: _builtins.bool = ...,
         leases_cache: _builtins.bool = ...,
         protocol: _builtins.int = ...,
+        images: Global___ImageInput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeDescription: _TypeAlias = NodeDescription  # noqa: Y015
+
+@_typing.final
+class ImageInput(_message.Message):
+    """The images of a node that encodes them (pdserve/images.py)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    PATCH_SIZE_FIELD_NUMBER: _builtins.int
+    MERGE_SIZE_FIELD_NUMBER: _builtins.int
+    MIN_PIXELS_FIELD_NUMBER: _builtins.int
+    MAX_PIXELS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """placeholder of each token of an image"""
+    patch_size: _builtins.int
+    """pixels"""
+    merge_size: _builtins.int
+    """patches on a side of a token"""
+    min_pixels: _builtins.int
+    """height × width, after resizing"""
+    max_pixels: _builtins.int
+    fingerprint: _builtins.bytes
+    """SHA-256 of the image processor's configuration"""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        patch_size: _builtins.int = ...,
+        merge_size: _builtins.int = ...,
+        min_pixels: _builtins.int = ...,
+        max_pixels: _builtins.int = ...,
+        fingerprint: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_pixels", b"max_pixels", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageInput: _TypeAlias = ImageInput  # noqa: Y015
 
 @_typing.final
 class Pooling(_message.Message):
@@ -793,6 +840,7 @@ class Generate(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """the router's number of the request, unique on this stream"""
     request_id: _builtins.str
@@ -831,6 +879,10 @@ class Generate(_message.Message):
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]:
         """unfinished choices of a migrated request; empty for a new request"""
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageSpan]:
+        """of the prompt, by start; ImageNode.Put brings their pixels to the node that computes it"""
+
     def __init__(
         self,
         *,
@@ -852,14 +904,47 @@ class Generate(_message.Message):
         epoch: _builtins.str = ...,
         age_ms: _builtins.int = ...,
         paused: _builtins.bool = ...,
+        images: _abc.Iterable[Global___ImageSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "paused", b"paused", "prefill_node", b"prefill_node", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "pull", b"pull", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "client", b"client", "epoch", b"epoch", "images", b"images", "paused", b"paused", "prefill_node", b"prefill_node", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "pull", b"pull", "request", b"request", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Generate: _TypeAlias = Generate  # noqa: Y015
+
+@_typing.final
+class ImageSpan(_message.Message):
+    """The tokens of an image in a prompt, one per cell of its merged grid, row by row."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """index of its first token"""
+    rows: _builtins.int
+    columns: _builtins.int
+    digest: _builtins.bytes
+    """32 bytes: image_digest in pdserve/images.py"""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        columns: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "digest", b"digest", "rows", b"rows", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageSpan: _TypeAlias = ImageSpan  # noqa: Y015
 
 @_typing.final
 class ResumedChoice(_message.Message):
@@ -1091,6 +1176,8 @@ class Failure(_message.Message):
         """the node's engine has ended in a step with this request, which may be the cause"""
         PREFILL_CRASHED: Failure._Code.ValueType  # 8
         """the same of the request's P, reported by D"""
+        NEEDS_IMAGES: Failure._Code.ValueType  # 9
+        """the node has to compute an image whose pixels it lacks: put them, and send the request again"""
 
     class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
     UNSPECIFIED: Failure.Code.ValueType  # 0
@@ -1106,6 +1193,8 @@ class Failure(_message.Message):
     """the node's engine has ended in a step with this request, which may be the cause"""
     PREFILL_CRASHED: Failure.Code.ValueType  # 8
     """the same of the request's P, reported by D"""
+    NEEDS_IMAGES: Failure.Code.ValueType  # 9
+    """the node has to compute an image whose pixels it lacks: put them, and send the request again"""
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -1127,6 +1216,78 @@ class Failure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class ImagePiece(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """the next pixels, at most 256 KiB: uint8 [height, width, 3] in all, RGB"""
+    @_builtins.property
+    def header(self) -> Global___ImageHeader:
+        """in the first message only"""
+
+    def __init__(
+        self,
+        *,
+        header: Global___ImageHeader | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "header", b"header"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImagePiece: _TypeAlias = ImagePiece  # noqa: Y015
+
+@_typing.final
+class ImageHeader(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HEIGHT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    """32 bytes: image_digest in pdserve/images.py"""
+    fingerprint: _builtins.bytes
+    """ImageInput's"""
+    height: _builtins.int
+    """pixels"""
+    width: _builtins.int
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        fingerprint: _builtins.bytes = ...,
+        height: _builtins.int = ...,
+        width: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fingerprint", b"fingerprint", "height", b"height", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageHeader: _TypeAlias = ImageHeader  # noqa: Y015
+
+@_typing.final
+class ImageStored(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageStored: _TypeAlias = ImageStored  # noqa: Y015
 
 @_typing.final
 class PoolRequest(_message.Message):
@@ -1506,6 +1667,7 @@ class PrefillRequest(_message.Message):
     PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     KV_LAYERS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """D's number of the prompt, used once on a stream"""
     request_id: _builtins.str
@@ -1538,6 +1700,10 @@ class PrefillRequest(_message.Message):
     """that D has, with those that make drafts: digests cover what both nodes have"""
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImageSpan]:
+        """as in Generate"""
+
     def __init__(
         self,
         *,
@@ -1559,10 +1725,11 @@ class PrefillRequest(_message.Message):
         prefix_tokens: _builtins.int = ...,
         age_ms: _builtins.int = ...,
         kv_layers: _builtins.int = ...,
+        images: _abc.Iterable[Global___ImageSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "kv_layers", b"kv_layers", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "cache_salt", b"cache_salt", "cached_only", b"cached_only", "client", b"client", "epoch", b"epoch", "images", b"images", "kv_layers", b"kv_layers", "prefix_node", b"prefix_node", "prefix_tokens", b"prefix_tokens", "priority", b"priority", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "skip_tokens", b"skip_tokens", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

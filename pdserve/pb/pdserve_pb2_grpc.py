@@ -273,6 +273,90 @@ class DecodeNode:
             _registered_method=True)
 
 
+class ImageNodeStub:
+    """------------------------------------------------------------------ router → node that computes the prompt
+
+    Served by nodes whose description has ``images``.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Put = channel.stream_unary(
+                '/pdserve.v1.ImageNode/Put',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.ImagePiece.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ImageStored.FromString,
+                _registered_method=True)
+
+
+class ImageNodeServicer:
+    """------------------------------------------------------------------ router → node that computes the prompt
+
+    Served by nodes whose description has ``images``.
+    """
+
+    def Put(self, request_iterator, context):
+        """Bring the pixels of one image, before its prompt or within some seconds after it. The pixels of an image may come
+        several times: a node keeps them once, until the prompts that need them are computed. INVALID_ARGUMENT: the pixels
+        are not those of the header. RESOURCE_EXHAUSTED: the node's memory for images is full.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ImageNodeServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Put': grpc.stream_unary_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.ImagePiece.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.ImageStored.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.ImageNode', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.ImageNode', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ImageNode:
+    """------------------------------------------------------------------ router → node that computes the prompt
+
+    Served by nodes whose description has ``images``.
+    """
+
+    @staticmethod
+    def Put(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pdserve.v1.ImageNode/Put',
+            pdserve_dot_pb_dot_pdserve__pb2.ImagePiece.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.ImageStored.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PoolingNodeStub:
     """------------------------------------------------------------------ router → P
 

@@ -136,6 +136,55 @@ class DecodeNodeServicer(metaclass=_abc_1.ABCMeta):
 
 def add_DecodeNodeServicer_to_server(servicer: DecodeNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class ImageNodeStub:
+    """------------------------------------------------------------------ router → node that computes the prompt
+
+    Served by nodes whose description has ``images``.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ImageNodeAsyncStub: ...
+    Put: _grpc.StreamUnaryMultiCallable[_pdserve_pb2.ImagePiece, _pdserve_pb2.ImageStored]
+    """Bring the pixels of one image, before its prompt or within some seconds after it. The pixels of an image may come
+    several times: a node keeps them once, until the prompts that need them are computed. INVALID_ARGUMENT: the pixels
+    are not those of the header. RESOURCE_EXHAUSTED: the node's memory for images is full.
+    """
+
+@_typing.type_check_only
+class ImageNodeAsyncStub(ImageNodeStub):
+    """------------------------------------------------------------------ router → node that computes the prompt
+
+    Served by nodes whose description has ``images``.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Put: _aio.StreamUnaryMultiCallable[_pdserve_pb2.ImagePiece, _pdserve_pb2.ImageStored]  # type: ignore[assignment]
+    """Bring the pixels of one image, before its prompt or within some seconds after it. The pixels of an image may come
+    several times: a node keeps them once, until the prompts that need them are computed. INVALID_ARGUMENT: the pixels
+    are not those of the header. RESOURCE_EXHAUSTED: the node's memory for images is full.
+    """
+
+class ImageNodeServicer(metaclass=_abc_1.ABCMeta):
+    """------------------------------------------------------------------ router → node that computes the prompt
+
+    Served by nodes whose description has ``images``.
+    """
+
+    @_abc_1.abstractmethod
+    def Put(
+        self,
+        request_iterator: _MaybeAsyncIterator[_pdserve_pb2.ImagePiece],
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.ImageStored, _abc.Awaitable[_pdserve_pb2.ImageStored]]:
+        """Bring the pixels of one image, before its prompt or within some seconds after it. The pixels of an image may come
+        several times: a node keeps them once, until the prompts that need them are computed. INVALID_ARGUMENT: the pixels
+        are not those of the header. RESOURCE_EXHAUSTED: the node's memory for images is full.
+        """
+
+def add_ImageNodeServicer_to_server(servicer: ImageNodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class PoolingNodeStub:
     """------------------------------------------------------------------ router → P
 

@@ -12,6 +12,7 @@ from pdserve.errors import (
     DeadlineExceeded,
     Draining,
     EngineCrashed,
+    ImagesMissing,
     NodeError,
     Overloaded,
     PdserveError,
@@ -33,6 +34,7 @@ _CODES: tuple[tuple[type[PdserveError], grpc.StatusCode, pb.Failure.Code.ValueTy
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED, pb.Failure.NODE_FAILED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, pb.Failure.DEADLINE),
     (PeerError, grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NODE_FAILED),
+    (ImagesMissing, grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NEEDS_IMAGES),
     (PrefillCrashed, grpc.StatusCode.ABORTED, pb.Failure.PREFILL_CRASHED),
     (EngineCrashed, grpc.StatusCode.ABORTED, pb.Failure.CRASHED),
     (NodeError, grpc.StatusCode.UNAVAILABLE, pb.Failure.NODE_FAILED),
@@ -51,6 +53,7 @@ _ERROR_OF_FAILURE: dict[int, type[PdserveError]] = {
     pb.Failure.DEADLINE: DeadlineExceeded,
     pb.Failure.CRASHED: EngineCrashed,
     pb.Failure.PREFILL_CRASHED: PrefillCrashed,
+    pb.Failure.NEEDS_IMAGES: ImagesMissing,
 }
 
 

@@ -20,6 +20,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from pdserve.errors import PeerError, RequestError
+from pdserve.images import MAX_GRID, MAX_IMAGES
 from pdserve.kv.layout import MAX_BLOCK_SIZE, MAX_BLOCKS
 from pdserve.ranges import Range, outside, ranges_of
 from pdserve.request_cost import MOST_SECONDS
@@ -41,6 +42,9 @@ _HEADS = Range(0, 2**16)
 _SIZE = Range(1, 2**16)  # elements of a dimension
 # A base or slope in seconds. Earlier releases fit lines whose base may be below zero by a rounding error.
 _SECONDS = Range(-1e-6, MOST_SECONDS)
+_GRID = Range(1, MAX_GRID)  # tokens on a side of an image
+_PIXELS = Range(1, 2**28)  # also height or width alone
+_IMAGES = Range(most=MAX_IMAGES)
 _LOGPROB = Range(-inf, 1.0)  # a token's probability may be 0; the sum of all may be above 1 by rounding
 
 Fields = Mapping[str, Range]
@@ -66,6 +70,13 @@ RANGES: Mapping[str, Fields] = {
         "protocol": ANY,
     },
     "Pooling": {"size": Range(1, 2**24)},
+    "ImageInput": {
+        "token_id": ANY,
+        **_each(Range(1, 1024), "patch_size merge_size"),
+        **_each(_PIXELS, "min_pixels max_pixels"),
+    },
+    "ImageSpan": {"start": ANY, **_each(_GRID, "rows columns")},
+    "ImageHeader": _each(_PIXELS, "height width"),
     "WatchRequest": {"pause_ms": ANY},
     "NodeReport": {"sequence": ANY},
     "NodeLoad": {
@@ -92,6 +103,7 @@ RANGES: Mapping[str, Fields] = {
     "Generate": {
         **_each(ANY, "request prefix_tokens priority client"),
         **_each(_MILLISECONDS, "timeout_ms age_ms"),
+        "images": _IMAGES,
     },
     "ResumedChoice": {"choice": ANY},
     "Cancel": {"request": ANY},
@@ -119,6 +131,7 @@ RANGES: Mapping[str, Fields] = {
     "PrefillRequest": {
         **_each(ANY, "request skip_tokens priority client prefix_tokens kv_layers"),
         **_each(_MILLISECONDS, "timeout_ms age_ms"),
+        "images": _IMAGES,
     },
     "ExtendRequest": _each(ANY, "request ask"),
     "ReleaseRequest": {"request": ANY},

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
+from pdserve.images import ImageInput, Images, ImageSpan
 from pdserve.kv.groups import KVCacheGroups
 from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
 from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
@@ -50,6 +51,23 @@ def resumed_outputs(choices: Iterable[pb.ResumedChoice]) -> dict[int, bytes]:
             raise RequestError(f"resume has choice {choice.choice} twice; send all its tokens at once", "resume")
         token_ids[choice.choice] = choice.token_ids
     return token_ids
+
+
+def images_to_pb(images: Images) -> list[pb.ImageSpan]:
+    return [pb.ImageSpan(**asdict(span)) for span in images]
+
+
+def images_from_pb(spans: Iterable[pb.ImageSpan]) -> Images:
+    """Convert every field as it is: node/request_checks.py compares them with the prompt."""
+    return tuple(ImageSpan(span.start, span.rows, span.columns, span.digest) for span in spans)
+
+
+def image_input_to_pb(images: ImageInput) -> pb.ImageInput:
+    return pb.ImageInput(**asdict(images))
+
+
+def image_input_from_pb(message: pb.ImageInput) -> ImageInput:
+    return ImageInput(**{name: getattr(message, name) for name in ImageInput.__struct_fields__})
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.hashing import short_block_hashes
+from pdserve.images import Images
 from pdserve.records import TOKEN_BYTES
 
 _SLACK = 1024  # removed hashes that a node's list may hold beyond the number of current ones
@@ -21,12 +22,13 @@ _SLACK = 1024  # removed hashes that a node's list may hold beyond the number of
 class PromptPrefix:
     """The block hashes of a prompt, computed on first use.
 
-    ``token_ids`` are packed (pack_tokens); ``root`` is the request's root_hash.
+    ``token_ids`` are packed (pack_tokens); ``root`` is the request's root_hash; ``images`` are the prompt's.
     """
 
-    def __init__(self, token_ids: bytes, root: bytes) -> None:
+    def __init__(self, token_ids: bytes, root: bytes, images: Images = ()) -> None:
         self.num_tokens = len(token_ids) // TOKEN_BYTES
         self.token_ids = token_ids
+        self.images = images
         self._root = root
         self._hashes: dict[int, list[int]] = {}  # by block size
 
@@ -34,7 +36,7 @@ class PromptPrefix:
         """Hashes of all full blocks, 64 bits each."""
         hashes = self._hashes.get(block_size)
         if hashes is None:
-            hashes = self._hashes[block_size] = short_block_hashes(self.token_ids, block_size, self._root)
+            hashes = self._hashes[block_size] = short_block_hashes(self.token_ids, block_size, self._root, self.images)
         return hashes
 
 

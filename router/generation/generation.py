@@ -12,7 +12,7 @@ import msgspec
 from pdserve.errors import NodeError, PdserveError
 from pdserve.hashing import root_hash
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb, unpack_tokens
+from pdserve.rpc.protobuf import images_to_pb, pack_tokens, sampling_to_pb, unpack_tokens
 from pdserve.tracing.spans import NO_SPAN, SpanKind
 from router.errors import MalformedOutput
 from router.fleet.fleet import Fleet, NodeCall
@@ -126,7 +126,7 @@ class PromptRun:
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
         options = generation.options
-        self.prefix = PromptPrefix(job.prompt.token_ids, root_hash(options.cache_salt))
+        self.prefix = PromptPrefix(job.prompt.token_ids, root_hash(options.cache_salt), job.prompt.images)
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
             Choice(
@@ -169,6 +169,7 @@ class PromptRun:
             priority=options.priority,
             client=options.client_tag,
             paused=generation.paused,
+            images=images_to_pb(self.prefix.images),
         )
         for index, choice in enumerate(self.choices):
             if choice.token_ids and not choice.finish_reason:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from pdserve.errors import RequestError, cut
+from pdserve.images import Images
 from pdserve.records import TOKEN_BYTES
 from pdserve.rpc.protobuf import pack_tokens, unpack_tokens
 
@@ -18,11 +19,13 @@ class Prompt(msgspec.Struct, frozen=True):
     """Token ids are packed once, as soon as they are known, and reach the decode node as these bytes.
 
     ``text`` is the client's text, or the decoded text to echo; ``offsets`` are where each token begins in it.
+    ``images`` are where images lie among the tokens.
     """
 
     token_ids: bytes  # little-endian uint32
     text: str | None = None
     offsets: Sequence[int] = ()
+    images: Images = ()
 
     @property
     def num_tokens(self) -> int:

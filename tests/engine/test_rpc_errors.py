@@ -11,6 +11,7 @@ from pdserve.errors import (
     Draining,
     EngineCrashed,
     EngineDied,
+    ImagesMissing,
     NodeError,
     Overloaded,
     PdserveError,
@@ -35,6 +36,7 @@ FAILURES = {
     "DRAINING": Draining,
     "CRASHED": EngineCrashed,
     "PREFILL_CRASHED": PrefillCrashed,
+    "NEEDS_IMAGES": ImagesMissing,
 }
 
 
@@ -74,6 +76,7 @@ def test_a_failure_is_the_same_error_for_routers_and_nodes(name: str) -> None:
         (CapacityError("x"), grpc.StatusCode.RESOURCE_EXHAUSTED, pb.Failure.NODE_FAILED),
         (DeadlineExceeded("x"), grpc.StatusCode.DEADLINE_EXCEEDED, pb.Failure.DEADLINE),
         (PeerError("x"), grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NODE_FAILED),
+        (ImagesMissing("x"), grpc.StatusCode.FAILED_PRECONDITION, pb.Failure.NEEDS_IMAGES),
         (EngineDied("x"), grpc.StatusCode.UNAVAILABLE, pb.Failure.NODE_FAILED),
         (PdserveError("x"), grpc.StatusCode.INTERNAL, pb.Failure.NODE_FAILED),
     ],

@@ -1,0 +1,113 @@
+"""Images of a prompt, without their pixels: where they lie, and what the block hashes derive from that.
+
+    token ids  … 9  [image] [image] [image] [image] [image] [image]  7 …     one placeholder id per token of an image
+    span           start=1  rows=2  columns=3  digest=…                       its merged grid and pixels
+
+Spans travel beside the token ids from the router to the runner. No part searches a prompt for placeholder ids: text may
+hold them, too. Their positions are in image_positions.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from enum import StrEnum
+from hashlib import sha256
+
+import msgspec
+
+MAX_IMAGES = 100  # in a prompt
+MAX_GRID = 4096  # rows or columns of an image, in tokens
+DIGEST_BYTES = 32
+PIXEL_BYTES = 3  # red, green, blue
+
+_DIGEST_DOMAIN = b"pdserve image 1\0"
+
+
+class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of an image in a prompt, one per cell of its merged grid, row by row."""
+
+    start: int  # index of its first token in the prompt
+    rows: int  # height in pixels / ImageInput.cell
+    columns: int  # width in pixels / ImageInput.cell
+    digest: bytes  # image_digest, 32 bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        """Index of the token after it."""
+        return self.start + self.rows * self.columns
+
+
+#: By start; no token belongs to two of them.
+Images = tuple[ImageSpan, ...]
+
+
+class ImageMode(StrEnum):
+    """What a node does with the images of a prompt."""
+
+    NONE = "none"  # refuses them
+    POSITIONS = "positions"  # continues a prompt that a peer has computed
+    TOWER = "tower"  # encodes them, too
+
+
+class ImageInput(msgspec.Struct, frozen=True):
+    """The images that a model takes. Routers resize images by it; nodes compare what they get with it."""
+
+    token_id: int  # placeholder of each token of an image
+    patch_size: int  # pixels
+    merge_size: int  # patches on a side of a token
+    min_pixels: int  # height × width, after resizing
+    max_pixels: int
+    fingerprint: bytes  # SHA-256 of the image processor's configuration
+
+    @property
+    def cell(self) -> int:
+        """Pixels on a side of a token."""
+        return self.patch_size * self.merge_size
+
+    def size(self, span: ImageSpan) -> tuple[int, int]:
+        """Return height and width in pixels of the image that ``span`` stands for."""
+        return span.rows * self.cell, span.columns * self.cell
+
+
+def block_extra(images: Images, start: int, end: int) -> bytes:
+    """Return what the images add to the hash of the block of the tokens start … end - 1; empty without an image there.
+
+    36 bytes per image: its digest, and the place of its first token relative to the block (int32, little-endian).
+    """
+    there = block_images(images, start, end)
+    return b"".join(digest + offset.to_bytes(4, "little", signed=True) for digest, offset in there)
+
+
+def block_images(images: Images, start: int, end: int) -> tuple[tuple[bytes, int], ...]:
+    """Return digest and relative place of each image with tokens among start … end - 1."""
+    if not images:
+        return ()
+    first = bisect_right(images, start, key=_end)
+    last = first
+    while last < len(images) and images[last].start < end:
+        last += 1
+    return tuple((span.digest, span.start - start) for span in images[first:last])
+
+
+def _end(span: ImageSpan) -> int:
+    return span.end
+
+
+def first_needed(images: Images, computed: int) -> ImageSpan | None:
+    """Return the first image of which not all tokens are among the first ``computed`` of the prompt."""
+    index = bisect_right(images, computed, key=_end)
+    return images[index] if index < len(images) else None
+
+
+def image_digest(fingerprint: bytes, height: int, width: int, pixels: bytes | memoryview) -> bytes:
+    """Return the SHA-256 that identifies a resized image. ``pixels``: RGB, uint8 [height, width, 3].
+
+    ``fingerprint`` is ImageInput.fingerprint: unequal processors share nothing.
+    """
+    digest = sha256(_DIGEST_DOMAIN + fingerprint + height.to_bytes(4, "little") + width.to_bytes(4, "little"))
+    digest.update(pixels)
+    return digest.digest()
