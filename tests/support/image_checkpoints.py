@@ -1,0 +1,289 @@
+"""Small random checkpoints of models that take images, in the form in which they are published, and their reference.
+
+directory = make_image_checkpoint(tmp_path / "model", "qwen3_vl")
+images = [random_image(64, 96, seed=0)]
+reference = ImageReference(directory)
+ids, spans = reference.prompt("What is this: ", images[0], "?")
+tokens = reference.greedy(ids, images, 8)
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from checkpoints import reference_greedy
+from PIL import Image
+from safetensors.torch import save_file
+from small_tokenizers import byte_level, write
+from tokenizers import AddedToken
+from torch import Tensor
+
+from pdserve.images import Images, ImageSpan
+
+KINDS = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+PATCH_SIZE = 16
+MERGE_SIZE = 2
+CELL = PATCH_SIZE * MERGE_SIZE  # pixels on a side of a token
+#: As Qwen publishes it; the bounds of pixels are smaller: 4 … 256 tokens.
+PROCESSOR: dict[str, Any] = {
+    "size": {"longest_edge": 256 * CELL**2, "shortest_edge": 4 * CELL**2},
+    "patch_size": PATCH_SIZE,
+    "temporal_patch_size": 2,
+    "merge_size": MERGE_SIZE,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+#: Parts in messages of all roles, tools and their results. "add_vision_id" numbers images, as Qwen's templates do.
+CHAT_TEMPLATE = """\
+{%- set state = namespace(images=0) -%}
+{%- macro show(content) -%}
+{%- if content is string -%}
+{{- content -}}
+{%- else -%}
+{%- for part in content or [] -%}
+{%- if part.type in ("image", "image_url") -%}
+{%- set state.images = state.images + 1 -%}
+{%- if add_vision_id %}Picture {{ state.images }}: {% endif -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == "text" -%}
+{{- part.text -}}
+{%- else -%}
+{{- raise_exception("unknown part " ~ part.type) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}
+{{- "<|im_start|>system\\nTools: " -}}
+{%- for tool in tools -%}{{- tool | tojson }}{{ "\\n" -}}{%- endfor -%}
+{{- "<|im_end|>\\n" -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- set role = "user" if message.role == "tool" else message.role -%}
+{{- "<|im_start|>" ~ role ~ "\\n" -}}
+{%- if message.role == "tool" -%}
+{{- "<tool_response>\\n" ~ show(message.content) ~ "\\n</tool_response>" -}}
+{%- else -%}
+{{- show(message.content) -}}
+{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set called = call.function or call -%}
+{{- "\\n<tool_call>\\n{\\"name\\": " ~ (called.name | tojson) ~ ", \\"arguments\\": " -}}
+{{- called.arguments if called.arguments is string else (called.arguments | tojson) -}}
+{{- "}\\n</tool_call>" -}}
+{%- endfor -%}
+{{- "<|im_end|>\\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- "<|im_start|>assistant\\n" -}}
+{%- endif -%}
+"""
+
+_VOCABULARY = 512
+_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "dtype": "float32",
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "vocab_size": _VOCABULARY,
+}
+_RECURRENT: dict[str, Any] = {
+    "attn_output_gate": True,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "mamba_ssm_dtype": "float32",
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [3, 3, 2],
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}
+_TEXTS: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        **_TEXT,
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
+        "rope_theta": 5000000,
+    },
+    "qwen3_5": {**_TEXT, **_RECURRENT, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {
+        **{name: value for name, value in _TEXT.items() if name != "intermediate_size"},
+        **_RECURRENT,
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": 48,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 48,
+    },
+}
+_VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 32,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "num_position_embeddings": 64,
+    "out_hidden_size": 64,
+    "patch_size": PATCH_SIZE,
+    "spatial_merge_size": MERGE_SIZE,
+    "temporal_patch_size": 2,
+}
+_CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+
+
+def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = "float32", **text: Any) -> Path:
+    """Write a random checkpoint of a kind of ``KINDS`` with tokenizer, template and processor; return its directory.
+
+    ``text`` are fields of text_config. Weights are drawn wide, so that logits differ clearly, also between images.
+    """
+    path.mkdir(parents=True)
+    ids = _write_tokenizer(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    config = _config(kind, ids, dtype, text)
+    (path / "config.json").write_text(json.dumps(config))
+    model_class: Any = getattr(transformers, _CLASSES[kind])
+    model = model_class(transformers.AutoConfig.from_pretrained(path)).to(getattr(torch, dtype))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_drawn(kind, name, parameter, generator))
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if config["tie_word_embeddings"]:
+        del tensors["lm_head.weight"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def random_image(height: int, width: int, seed: int, mode: str = "RGB") -> Image.Image:
+    """Return a picture of random blocks of colour, so that resizing changes it little."""
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (max(1, height // 11), max(1, width // 13), 3), np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST).convert(mode)
+
+
+class ImageReference:
+    """The library's model and image processor of a checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = json.loads((directory / "config.json").read_text())
+        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+        self.model.eval()
+        self.model.generation_config.eos_token_id = None
+        self.processor: Any = transformers.AutoImageProcessor.from_pretrained(directory)
+        self.tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+
+    def processed(self, images: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
+        """Return patches [patches, columns] float32 and grids [images, 3] of images of any sizes and modes."""
+        batch = self.processor(list(images), return_tensors="pt")
+        return batch["pixel_values"], batch["image_grid_thw"]
+
+    def prompt(self, *parts: str | Image.Image) -> tuple[list[int], Images]:
+        """Return token ids with one placeholder per token of an image, and the spans of the images, without digests."""
+        ids: list[int] = []
+        spans: list[ImageSpan] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids += self.tokenizer.encode(part, add_special_tokens=False)
+                continue
+            _, height, width = self.processed([part])[1][0].tolist()
+            ids.append(self.config["vision_start_token_id"])
+            spans.append(ImageSpan(len(ids), height // MERGE_SIZE, width // MERGE_SIZE, bytes(32)))
+            ids += [self.config["image_token_id"]] * spans[-1].num_tokens
+            ids.append(self.config["vision_end_token_id"])
+        return ids, tuple(spans)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
+        """Return logits [tokens, vocabulary] of a prompt, computed at once."""
+        logits: Tensor = self.model(**self._inputs(ids, images), use_cache=False).logits[0]
+        return logits
+
+    def greedy(self, ids: Sequence[int], images: Sequence[Image.Image], num_tokens: int) -> list[int]:
+        """Return the most likely tokens after a prompt; an end of text does not end it."""
+        if not images:
+            return reference_greedy(self.model, list(ids), num_tokens)
+        output = self.model.generate(
+            **self._inputs(ids, images), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
+        )
+        tokens: list[int] = output[0, len(ids) :].tolist()
+        return tokens
+
+    def _inputs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        inputs = torch.tensor([list(ids)])
+        types = (inputs == self.config["image_token_id"]).to(torch.int32)
+        given = {"input_ids": inputs, "mm_token_type_ids": types, "attention_mask": torch.ones_like(inputs)}
+        if images:
+            given["pixel_values"], given["image_grid_thw"] = self.processed(images)
+        return given
+
+
+def _config(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str, Any]:
+    vision = {**_VISION, "model_type": kind, "deepstack_visual_indexes": [0, 1, 2] if kind == "qwen3_vl" else []}
+    tied = text.get("tie_word_embeddings", False)
+    return {
+        "architectures": [_CLASSES[kind]],
+        "image_token_id": ids["<|image_pad|>"],
+        "model_type": kind,
+        "text_config": copy.deepcopy({**_TEXTS[kind], "dtype": dtype, "eos_token_id": ids["<|im_end|>"], **text}),
+        "tie_word_embeddings": tied,
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_config": vision,
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+    }
+
+
+def _write_tokenizer(path: Path) -> dict[str, int]:
+    """Write a byte-level tokenizer with a chat template; return the ids of its special tokens by name."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in VISION_TOKENS])
+    assert tokenizer.get_vocab_size() <= _VOCABULARY
+    write(path, tokenizer, eos_token="<|im_end|>")
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in (*VISION_TOKENS, "<|im_end|>")}
+
+
+def _drawn(kind: str, name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(parameter.shape, generator=generator)
+    if "norm" in name and name.endswith("weight"):
+        is_text = ".visual." not in name and "linear_attn" not in name
+        is_centered = kind != "qwen3_vl" and is_text  # the norm scales by 1 + weight
+        return noise * 0.2 if is_centered else noise * 0.2 + 1.0
+    if parameter.dim() == 1:
+        return 0.3 * noise
+    if "embed" in name and "patch_embed" not in name:
+        return noise
+    fan_in = parameter[0].numel() if "patch_embed" in name else parameter.shape[-1]
+    return noise.mul(1.3 / math.sqrt(fan_in))
