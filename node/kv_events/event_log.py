@@ -61,19 +61,19 @@ class _Event:
         return self._event("BlockRemoved", {"block_hashes": block_hashes, "medium": medium, "group_idx": group})
 
     def stored(self, blocks: Sequence[StoredBlock], medium: str = DEVICE) -> Any:
-        """Consecutive blocks of one prompt and group. A salt is a key of the prompt's first block only."""
+        """Consecutive blocks of one prompt and group."""
         first = blocks[0]
         tokens = array("I")
         for block in blocks:
             tokens.frombytes(block.token_ids)
-        salted = first.cache_salt and not first.parent
+        keys = [_extra_keys(block) for block in blocks]
         return self._stored(
             first.group,
             [short_hash(block.block_hash) for block in blocks],
             medium=medium,
             parent=short_hash(first.parent) if first.parent else None,
             tokens=tokens.tolist(),
-            extra_keys=[[first.cache_salt], *[None] * (len(blocks) - 1)] if salted else None,
+            extra_keys=keys if any(keys) else None,
         )
 
     def stored_in(self, medium: str, group: int, block_hashes: list[int]) -> Any:
@@ -108,6 +108,13 @@ class _Event:
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> Any:
         return {"type": name, **fields} if self._as_maps else [name, *fields.values()]
+
+
+def _extra_keys(block: StoredBlock) -> list[Any] | None:
+    """Return what a block's hash has beside tokens: its images, and the salt in the first block of a prompt."""
+    images = [[digest.hex(), offset] for digest, offset in block.images]
+    salt = [block.cache_salt] if block.cache_salt and not block.parent else []
+    return [*images, *salt] or None
 
 
 class EventLog:

@@ -208,5 +208,5 @@ def test_kv_events_of_a_node_with_several_ranks_come_once(tmp_path: Path) -> Non
         reader = EventReader(*endpoints)
         reader.replay(0)
         reader.close()
-    prefixes = sorted(block.prefix or () for block in reader.copy.blocks.values())
+    prefixes = sorted(block.tokens or () for block in reader.copy.blocks.values())
     assert prefixes == [tuple(tokens[: BLOCK * count]) for count in range(1, 5)]

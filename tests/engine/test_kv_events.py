@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from kv_event_reader import CacheCopy, EventReader, begin_frame, raw_connection
 from toy_node import Node
@@ -28,6 +29,7 @@ from node.kv_events.options import KVEventOptions
 from node.kv_events.publisher import KVEventPublisher
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.hashing import BlockHashes, root_hash
+from pdserve.images import ImageSpan
 from pdserve.ipc.cache_changes import CacheChanges, StoredBlock
 from pdserve.ipc.messages import EventBatch, Mode
 from pdserve.kv.groups import KVCacheGroups
@@ -78,8 +80,10 @@ class Operations:
         shared = min(length, chance.choice([0, 8, 20]))
         tokens = array("I", [prefix * 64 + place for place in range(shared)])
         tokens.extend(chance.choices(range(2, 90), k=length - shared))
-        request = Request(0, tokens.tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL, salt)
-        return Sequence(0, request, 0, tokens, BlockHashes(BLOCK, root_hash(salt)), length, length + 1)
+        images = tuple(ImageSpan(start, 1, 2, bytes([chance.randrange(2)] * 32)) for start in range(1, shared - 1, 7))
+        request = Request(0, tokens.tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL, salt, images=images)
+        hashes = BlockHashes(BLOCK, root_hash(salt), images=images)
+        return Sequence(0, request, 0, tokens, hashes, length, length + 1)
 
 
 @pytest.fixture
@@ -142,8 +146,8 @@ def test_cache_is_rebuilt_after_ten_thousand_operations_with_losses(
     cached = {(group, short_hash(block_hash)) for group, block_hash in operations.pool._key_of.values()}
     assert reader.copy.blocks.keys() == cached != set()
     assert reader.copy.num_unreachable == 0 or len(windows) > 1, "blocks of a window may outlive those before them"
-    assert reader.copy.hashes_of_tokens(BLOCK) <= set(operations.pool._key_of.values())
-    assert len(reader.copy.hashes_of_tokens(BLOCK)) == len(cached) - reader.copy.num_unreachable
+    assert reader.copy.hashes_of_tokens() <= set(operations.pool._key_of.values())
+    assert len(reader.copy.hashes_of_tokens()) == len(cached) - reader.copy.num_unreachable
     assert {(block.kind, block.window) for block in reader.copy.blocks.values()} == set(kinds)
     late = read(publisher)
     late.replay(0)
@@ -194,6 +198,26 @@ def changes(*blocks: StoredBlock, removed: tuple[int, ...] = ()) -> CacheChanges
     return CacheChanges(False, [(0, bytes([number] * 16)) for number in removed], list(blocks))
 
 
+def test_extra_keys_are_the_images_of_each_block_and_the_salt_of_the_first() -> None:
+    """In vLLM's form and order. An image that began in an earlier block has an offset below 0."""
+    digests = bytes(range(32)), bytes(range(1, 33))
+    images = ImageSpan(1, 2, 3, digests[0]), ImageSpan(7, 1, 1, digests[1])
+    ids = array("I", [5] * 4 * BLOCK)
+    request = Request(0, ids.tobytes(), SamplingParams(max_tokens=1), Mode.LOCAL, "pepper", images=images)
+    hashes = BlockHashes(BLOCK, root_hash("pepper"), images=images)
+    sequence = Sequence(0, request, 0, ids, hashes, len(ids), len(ids) + 1)
+    hashes.upto(ids, len(ids))
+    recorder = NetChanges()
+    for index in range(4):
+        recorder.store(sequence, index, 0)
+    (taken,) = recorder.take()
+    ((_, payload),) = EventLog([FULL], BLOCK).add(taken)
+    _, (event,), _ = msgspec.msgpack.decode(payload)
+    first, second = (digest.hex() for digest in digests)
+    assert BLOCK == 4
+    assert event["extra_keys"] == [[[first, 1], "pepper"], [[first, -3], [second, 3]], None, None]
+
+
 def test_replay_of_batches_that_are_no_longer_kept_is_a_snapshot() -> None:
     log = EventLog([FULL], BLOCK, kept_batches=2)
     for batch in (changes(stored(1)), changes(stored(2, 1)), changes(removed=(1,)), changes(stored(3), stored(1))):
@@ -203,7 +227,7 @@ def test_replay_of_batches_that_are_no_longer_kept_is_a_snapshot() -> None:
     copy = CacheCopy()
     copy.take(number, payload)
     assert number == 3
-    assert {(block.prefix or [0])[-1] for block in copy.blocks.values()} == {1, 2, 3}
+    assert {(block.tokens or [0])[-1] for block in copy.blocks.values()} == {1, 2, 3}
     assert copy.groups_with([1] * BLOCK + [2] * BLOCK) == {0}, "the block before comes first, though it is stored anew"
 
 

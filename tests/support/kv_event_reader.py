@@ -9,6 +9,7 @@ import contextlib
 import socket
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import msgspec
@@ -36,11 +37,21 @@ _ARRAY_FIELDS = {
 }
 
 
+class PrefixBlock(NamedTuple):
+    tokens: tuple[int, ...]
+    images: tuple[tuple[bytes, int], ...] = ()  # digest and relative place
+
+
 class KnownBlock(NamedTuple):
     salt: str
-    prefix: tuple[int, ...] | None  # tokens up to the end of the block; None: some are unknown
+    prefix: tuple[PrefixBlock, ...] | None  # blocks up to this one; None: some are unknown
     kind: str
     window: int | None
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """Tokens up to the end of the block."""
+        return None if self.prefix is None else tuple(chain.from_iterable(block.tokens for block in self.prefix))
 
 
 def fields_of(event: Any) -> dict[str, Any]:
@@ -57,7 +68,7 @@ class CacheCopy:
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], KnownBlock] = {}  # by group and number of the block
         self.tiers: dict[str, set[tuple[int, int]]] = {}  # (group, number) of lower tiers' blocks, by medium
-        self._prefixes: dict[int, tuple[str, tuple[int, ...] | None]] = {}  # every block ever seen, by number
+        self._prefixes: dict[int, tuple[str, tuple[PrefixBlock, ...] | None]] = {}  # every block ever seen, by number
         self.next_number = 0
 
     def take_all(self, batches: Iterable[tuple[int, bytes]]) -> None:
@@ -94,7 +105,7 @@ class CacheCopy:
         lora_id: None,
         medium: str,
         lora_name: None,
-        extra_keys: list[list[str] | None] | None,
+        extra_keys: list[list[Any] | None] | None,
         group_idx: int,
         kv_cache_spec_kind: str,
         kv_cache_spec_sliding_window: int | None,
@@ -112,16 +123,20 @@ class CacheCopy:
             self.tiers[medium] |= keys
         assert len(token_ids) == block_size * len(block_hashes)
         salt = ""
-        prefix = cast("tuple[int, ...] | None", ())
+        prefix = cast("tuple[PrefixBlock, ...] | None", ())
         if parent_block_hash is not None:
             salt, prefix = self._prefixes.get(parent_block_hash, ("", None))
-        elif extra_keys is not None:
-            assert len(extra_keys) == len(block_hashes)
-            assert extra_keys[0] is not None
-            (salt,) = extra_keys[0]
+        assert extra_keys is None or len(extra_keys) == len(block_hashes)
         for index, number in enumerate(block_hashes):
+            keys = (extra_keys[index] if extra_keys else None) or []
+            salts = [key for key in keys if isinstance(key, str)]
+            if salts:
+                assert (parent_block_hash, index, len(salts)) == (None, 0, 1), "a salt is a key of the first block"
+                (salt,) = salts
+            images = tuple((bytes.fromhex(digest), offset) for digest, offset in keys[: len(keys) - len(salts)])
             if prefix is not None:
-                prefix = (*prefix, *token_ids[index * block_size : (index + 1) * block_size])
+                tokens = token_ids[index * block_size : (index + 1) * block_size]
+                prefix = (*prefix, PrefixBlock(tuple(tokens), images))
             self._prefixes[number] = salt, prefix
             block = KnownBlock(salt, prefix, kv_cache_spec_kind, kv_cache_spec_sliding_window)
             if medium == "GPU":
@@ -132,24 +147,21 @@ class CacheCopy:
         """Number of blocks that follow an unknown block."""
         return sum(block.prefix is None for block in self.blocks.values())
 
-    def hashes_of_tokens(self, block_size: int) -> set[tuple[int, bytes]]:
-        """Return group and block hash of every other block, computed from its tokens."""
+    def hashes_of_tokens(self) -> set[tuple[int, bytes]]:
+        """Return group and block hash of every other block, computed from tokens, images and salt."""
         blocks = self.blocks.items()
-        return {
-            (group, _hash(block.salt, block.prefix, block_size))
-            for (group, _), block in blocks
-            if block.prefix is not None
-        }
+        return {(group, _hash(block.salt, block.prefix)) for (group, _), block in blocks if block.prefix is not None}
 
     def groups_with(self, tokens: Sequence[int]) -> set[int]:
         """Return the groups that have the block at the end of these tokens, without salt."""
-        return {group for (group, _), block in self.blocks.items() if (block.salt, block.prefix) == ("", tuple(tokens))}
+        return {group for (group, _), block in self.blocks.items() if (block.salt, block.tokens) == ("", tuple(tokens))}
 
 
-def _hash(salt: str, prefix: tuple[int, ...], block_size: int) -> bytes:
+def _hash(salt: str, prefix: tuple[PrefixBlock, ...]) -> bytes:
     block_hash = root_hash(salt)
-    for begin in range(0, len(prefix), block_size):
-        block_hash = hash_block_tokens(block_hash, array("I", prefix[begin : begin + block_size]))
+    for tokens, images in prefix:
+        extra = b"".join(digest + offset.to_bytes(4, "little", signed=True) for digest, offset in images)
+        block_hash = hash_block_tokens(block_hash, array("I", tokens), extra)
     return block_hash
 
 
