@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from decode_node.request_trace import RequestOutcome, RequestTrace
-from node.engine_client.client import EngineClient
+from node.context import NodeContext
 from node.engine_client.request_events import Event, error_of
+from node.image_uploads import NO_CLAIM
 from node.load_spans import prefill_attributes
 from node.reading.handoff_executor import HandoffEvent
 from node.streams.stream_writer import StreamWriter
 from pdserve.errors import DeadlineExceeded, PdserveError
+from pdserve.images import Images
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import (
     Cancel,
@@ -50,12 +53,13 @@ class NodeGeneration:
         token_ids: bytes,
         sampling: SamplingParams,
         resume: Mapping[int, bytes],
-        engine: EngineClient,
+        images: Images,
+        node: NodeContext,
         writer: StreamWriter[pb.OutputBatch],
         trace: RequestTrace,
         on_end: Callable[[NodeGeneration], None],
     ) -> None:
-        """``token_ids``, ``sampling`` and ``resume`` come from the message. Outputs go to ``writer``."""
+        """``token_ids``, ``sampling``, ``resume`` and ``images`` come from the message. Outputs go to ``writer``."""
         self.message = message
         self.number = message.request  # the router's
         self.trace = trace
@@ -65,8 +69,11 @@ class NodeGeneration:
         self.resume = dict(resume)
         self.waits_since = time.monotonic()  # when the wait for the token after P's tokens began
         self.error: PdserveError | None = None
-        self.rid = engine.open(self)
-        self._engine = engine
+        self.images = images
+        self.rid = node.engine.open(self)
+        self._engine = node.engine
+        self._uploads = node.images
+        self._pixels = NO_CLAIM
         self._writer = writer
         self._on_end = on_end
         self._on_handoff_event: Callable[[HandoffEvent], None] = _ignore
@@ -76,6 +83,7 @@ class NodeGeneration:
         self._rejected_drafts = 0
         self._prefilled = Prefilled(self.rid, 0, 0.0)  # zeros unless the engine computes the prompt
         self._choices = set(self.resume or range(sampling.n))  # unfinished choices
+        self._paused = message.paused
         self._timeout = message.timeout_ms / 1000
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._timeout, self._on_deadline) if self._timeout else None
@@ -138,6 +146,7 @@ class NodeGeneration:
             urgent=bool(self.resume),
             prefix_node=request.prefix_node,
             prefix_tokens=request.prefix_tokens,
+            images=request.images,
         )
 
     def emit_peer_token(
@@ -173,12 +182,14 @@ class NodeGeneration:
 
     def set_paused(self, paused: bool) -> None:
         """Stop producing tokens, or continue. A paused handoff goes on until its KV is here."""
+        self._paused = paused  # the engine may not know the request yet
         self._engine.send(Pause(self.rid) if paused else Resume(self.rid))
 
     def on_token(self, choice: int, token_id: int, finish: FinishReason | None, logprobs: TokenLogprobs | None) -> None:
         cached_tokens = 0
         if not self._has_output:
             self._has_output = True
+            self._pixels.release()
             cached_tokens = self._prefilled.cached_tokens
             computed = prefill_attributes(self._engine.status.costs, self.num_handoff_tokens - cached_tokens)
             self.trace.on_output(self._prefilled.queued, computed)
@@ -202,6 +213,14 @@ class NodeGeneration:
                 self.fail(error_of(event))
 
     def _submit(self, mode: Mode) -> None:
+        """Send the request to the engine, if it computes the prompt, once the pixels are there.
+
+        With a P, the router sends the pixels there: if this node has to compute an image, its engine refuses.
+        """
+        awaited = self.images if mode is Mode.LOCAL and not self.message.prefill_node else ()
+        self._pixels = self._uploads.when_ready(awaited, partial(self._send_to_engine, mode), self.fail)
+
+    def _send_to_engine(self, mode: Mode) -> None:
         request = self.message
         submit = Submit(
             rid=self.rid,
@@ -212,8 +231,9 @@ class NodeGeneration:
             priority=request.priority,
             resume=self.resume,
             client=request.client,
-            paused=request.paused,
+            paused=self._paused,
             age=self.age,
+            images=self.images,
         )
         self._engine.send(submit)
 
@@ -267,6 +287,7 @@ class NodeGeneration:
         if self._timer is not None:
             self._timer.cancel()
         self._abandon_handoff()
+        self._pixels.release()
         self._engine.close(self.rid)
         self.trace.on_end(outcome, self.error)
         self._on_end(self)

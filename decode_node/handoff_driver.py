@@ -31,7 +31,7 @@ from node.reading.handoff_executor import HandoffExecutor
 from node.reading.peer import KVPeer
 from node.reading.peers import KVPeers
 from node.reading.pull_driver import PullDriver
-from pdserve.errors import Draining, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
+from pdserve.errors import Draining, ImagesMissing, NodeError, Overloaded, PdserveError, PeerError, PrefillCrashed
 from pdserve.ipc.messages import Cancel, HandoffEnds, KVConfirmed, PrefillLocally, ReadEnded, StartRead
 from pdserve.logprobs import logprobs_fault
 from pdserve.pb import pdserve_pb2 as pb
@@ -148,7 +148,8 @@ class HandoffDriver(HandoffExecutor):
         generation = self._generation
         generation.trace.on_handoff_failed(error)
         begun = self._handoff is not None and (self._handoff.announced or self._handoff.outputs)
-        if isinstance(error, Draining) and not begun and (other := handoffs.peers.other()) is not None:
+        may_switch = isinstance(error, Draining) and not begun and not generation.images  # another P lacks the pixels
+        if may_switch and (other := handoffs.peers.other()) is not None:
             generation.trace.restart()
             self._guard(self._prefill_at, other)
             return
@@ -156,7 +157,7 @@ class HandoffDriver(HandoffExecutor):
         self._check_peer(error)
         if not handoffs.policy.recompute_after(error, self._uncached_tokens):
             # Other errors between nodes are not the client's fault.
-            passed_on = isinstance(error, Overloaded | PrefillCrashed)
+            passed_on = isinstance(error, Overloaded | PrefillCrashed | ImagesMissing)
             generation.fail(error if passed_on else NodeError(f"the handoff failed: {error}"))
             return
         generation.trace.restart()

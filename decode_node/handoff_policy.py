@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decode_node.decode_flags import FailurePolicy
 from decode_node.decode_metrics import DecodeMetrics
-from pdserve.errors import Overloaded, PdserveError, PrefillCrashed
+from pdserve.errors import ImagesMissing, Overloaded, PdserveError, PrefillCrashed
 from pdserve.request_cost import worth_handoff
 
 
@@ -26,8 +26,8 @@ class HandoffPolicy:
         """Count a failed or refused handoff; return whether to prefill its prompt on D: always, after a pull."""
         refused = isinstance(error, Overloaded)
         (self._metrics.handoff_refusals if refused else self._metrics.handoff_failures).inc()
-        if isinstance(error, PrefillCrashed):
-            return False  # the prompt that ended P's engine may end this one, too
+        if isinstance(error, PrefillCrashed | ImagesMissing):
+            return False  # the prompt that ended P's engine may end this one, too; this node lacks the pixels, too
         if self._failure_policy is FailurePolicy.FAIL and not pull:
             return False
         if not refused:

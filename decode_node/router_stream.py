@@ -8,7 +8,7 @@ from decode_node.generation import NodeGeneration
 from decode_node.handoff_driver import Handoffs
 from decode_node.request_trace import RequestTrace
 from node.context import NodeContext
-from node.request_checks import check_request, check_resume
+from node.request_checks import check_images, check_request, check_resume
 from node.streams.served_streams import ServedStream
 from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
@@ -114,7 +114,8 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
             token_ids=token_ids,
             sampling=sampling,
             resume=resume,
-            engine=node.engine,
+            images=check_images(message.images, token_ids, node.config),
+            node=node,
             writer=self.writer,
             trace=self._begin_trace(message, num_tokens),
             on_end=self._on_end,

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from node.drain import Drainable
 from node.engine_client.client import EngineClient
 from node.health import NodeState
+from node.image_uploads import NO_UPLOADS, ImageUploads
 from node.streams.served_streams import Violations
 from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
@@ -42,6 +43,7 @@ class NodeContext:
     violations: Violations = field(default_factory=Violations)
     weight_changes: dict[str, int] = field(default_factory=lambda: {"done": 0, "refused": 0, "failed": 0})
     compat_hash: str = ""  # empty until the digests of the weights are known
+    images: ImageUploads = NO_UPLOADS
 
     def set_config(self, config: NodeConfig) -> None:
         """Use a configuration whose ``compat_fields`` are complete."""
@@ -53,6 +55,7 @@ class NodeContext:
         """Be a new node for peers and routers, with the weights of ``config``."""
         self.set_config(config)
         self.epoch = new_epoch()
+        self.images.clear()
 
     @property
     def weights(self) -> str:

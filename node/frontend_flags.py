@@ -9,7 +9,7 @@ from node.kv_events.flags import KVEventFlags as ListenerOptions  # listens to t
 from pdserve.errors import ConfigError
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import DRAIN_SECONDS, LIFELINE_FD, STATUS_FD, drain_flag
-from pdserve.flags.value_types import port_number
+from pdserve.flags.value_types import parse_size, port_number
 from pdserve.logs import LOG_FORMAT, LOG_LEVEL
 from pdserve.rpc.address import join_address
 from pdserve.tracing.trace_flags import TRACES
@@ -52,6 +52,16 @@ class FrontendOptions(ListenerOptions, frozen=True, kw_only=True):
             group="network",
         ),
     ] = ""
+    image_memory: Annotated[
+        int,
+        Flag(
+            "most memory of images that routers send, while prompts wait for them or are computed",
+            metavar="SIZE",
+            parse=parse_size,
+            at_least=1,
+            group="images",
+        ),
+    ] = 1 << 30
     log_format: Annotated[str, LOG_FORMAT.within("logs and traces")] = "text"
     log_level: Annotated[str, LOG_LEVEL.within("logs and traces")] = ""
     log_requests: Annotated[bool, Flag("log a line per request", group="logs and traces")] = False

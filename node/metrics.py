@@ -48,6 +48,17 @@ class NodeMetrics(Collector):
             "Streams ended for a violation of the protocol.",
             lambda: node.violations.count,
         )
+        metrics.read_gauge(
+            "pdserve_image_memory_bytes",
+            "Pixels of images that arrive, or whose prompts are not computed yet, in bytes.",
+            lambda: node.images.num_bytes,
+        )
+        metrics.read_counter(
+            "pdserve_image_puts",
+            "Images that routers have sent.",
+            lambda: {(outcome,): float(count) for outcome, count in node.images.counts.items()},
+            ["outcome"],
+        )
         metrics.read_counter(
             "pdserve_weight_changes",
             "Ordered changes of the weights, sleeps and wake-ups.",

@@ -87,7 +87,7 @@ class Node:
         self._health = Health(server, (NODE_SERVICE, WEIGHTS_SERVICE, *role.services))
         self.metrics = NodeMetrics(context, self._watch, role.metrics)
         service = NodeService(self._reports, lambda: self._engine.status, self.metrics)
-        add_node_service(server, service, (WEIGHTS_SERVICE, CHANGES_SERVICE, *role.services))
+        add_node_service(server, service, (WEIGHTS_SERVICE, CHANGES_SERVICE, *context.images.services, *role.services))
         pb_grpc.add_WeightsServicer_to_server(WeightsService(context), server)
         self._changes = WeightChanges(context)
         pb_grpc.add_WeightChangesServicer_to_server(WeightChangesService(context, self._changes, weights_root), server)
@@ -141,6 +141,7 @@ class Node:
         self._reports.end()
         await self._server.stop(_STOP_GRACE if self._context.state is NodeState.DRAINING else 0)
         await self._role.close()
+        self._context.images.close()
         await self._engine.shutdown()
 
     async def _enter(self, state: NodeState) -> None:

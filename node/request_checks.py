@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.grammar import check_size
+from pdserve.images import DIGEST_BYTES, ImageInput, ImageMode, Images, ImageSpan
+from pdserve.pb import pdserve_pb2 as pb
 from pdserve.ranges import ranges_of, within
-from pdserve.rpc.protobuf import count_tokens
+from pdserve.rpc.protobuf import count_tokens, images_from_pb
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def check_request(token_ids: bytes, sampling: SamplingParams, config: NodeConfig, max_tokens: int | None = None) -> int:
@@ -51,6 +58,55 @@ def check_skip(skip_tokens: int, num_tokens: int, block_size: int) -> None:
             "tokens",
             "skip_tokens",
         )
+
+
+def check_images(spans: Iterable[pb.ImageSpan], token_ids: bytes, config: NodeConfig, last_text: int = 1) -> Images:
+    """Return the images of a prompt. Raises RequestError if the node takes none, or if they do not fit the tokens.
+
+    Text of at least ``last_text`` tokens must follow the last image: an output begins behind text.
+    """
+    images = images_from_pb(spans)
+    if not images:
+        return images
+    accepted = config.image_input
+    if config.images is ImageMode.NONE or accepted is None:
+        raise RequestError(
+            f"the prompt has {len(images)} images, and this node takes text only; start all nodes of a model that "
+            "sees with --images on",
+            "images",
+        )
+    import numpy as np
+
+    ids = np.frombuffer(token_ids, "<u4")
+    end = 0
+    grids: dict[bytes, tuple[int, int]] = {}
+    for number, span in enumerate(images, 1):
+        fault = _span_fault(span, end, ids[: len(ids) - last_text], accepted)
+        grid = grids.setdefault(span.digest, (span.rows, span.columns))
+        if not fault and grid != (span.rows, span.columns):
+            fault = f"has {span.rows} × {span.columns} tokens; an image of the same digest has {grid[0]} × {grid[1]}"
+        if fault:
+            raise RequestError(f"image {number} of {len(images)}, at token {span.start}, {fault}", "images")
+        end = span.end
+    return images
+
+
+def _span_fault(span: ImageSpan, begin: int, ids: NDArray[np.uint32], accepted: ImageInput) -> str:
+    """Return what is wrong with an image among ``ids`` that begins at token ``begin`` or later, or an empty string."""
+    if len(span.digest) != DIGEST_BYTES:
+        return f"has a digest of {len(span.digest)} bytes, not {DIGEST_BYTES}"
+    if span.start < begin:
+        return f"begins before token {begin}, the end of the image before it"
+    if span.end > len(ids):
+        return f"ends at token {span.end}; it must end at token {len(ids)} or before"
+    height, width = accepted.size(span)
+    if height * width > accepted.max_pixels:
+        return f"has {height} × {width} pixels, more than the {accepted.max_pixels} that this model takes"
+    others = (ids[span.start : span.end] != accepted.token_id).nonzero()[0]
+    if len(others):
+        at = span.start + int(others[0])
+        return f"has token {ids[at]} in its place {at}, not the placeholder {accepted.token_id}"
+    return ""
 
 
 def prepare() -> None:

@@ -15,6 +15,7 @@ from node.drain import ShutdownSignals
 from node.engine_client.client import EngineClient
 from node.engine_client.launched_engine import LaunchedEngine
 from node.frontend_flags import FrontendOptions
+from node.images.service import attach_images
 from node.metrics import exported_registry
 from node.node import Node
 from pdserve.config.device import node_devices
@@ -75,6 +76,7 @@ async def serve(
         tracer=tracer,
         log_requests=frontend.log_requests,
     )
+    attach_images(context, server, frontend.image_memory)
     set_process_fields(node=node_id)
     node = Node(
         role,

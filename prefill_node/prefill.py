@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from node.engine_client.request_events import Event
+from node.image_uploads import NO_CLAIM, ImageUploads
 from node.leasing.leases import LeaseId, LeaseState
 from node.leasing.prompt_trace import PromptTrace
 from node.leasing.prompts import LeasedPrompt, LeasedPrompts
@@ -31,7 +33,7 @@ from pdserve.ipc.messages import (
 )
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, TokenLogprobs
-from pdserve.rpc.protobuf import logprobs_to_pb
+from pdserve.rpc.protobuf import images_from_pb, logprobs_to_pb
 from pdserve.sampling_params import SamplingParams
 
 _MAX_STEP_SECONDS = 0.05  # bound on a step that only decodes
@@ -48,11 +50,18 @@ class Prefill(LeasedPrompt):
         self._decodes_ahead = True  # decode-ahead runs or will run, until the engine reports its end
         self._deferred: Callable[[], None] | None = None  # runs once the step in flight has ended
         self._pull: PullDriver | None = None
+        self._pixels = NO_CLAIM
 
     def submit(
-        self, request: pb.PrefillRequest, sampling: SamplingParams, *, decode_ahead: int, pull: PullDriver | None
+        self,
+        request: pb.PrefillRequest,
+        sampling: SamplingParams,
+        *,
+        decode_ahead: int,
+        pull: PullDriver | None,
+        uploads: ImageUploads,
     ) -> None:
-        """Send the prompt to the engine, to decode at most ``decode_ahead`` tokens after the first.
+        """Send the prompt to the engine once its pixels are there, to decode at most ``decode_ahead`` tokens more.
 
         ``pull`` first reads a prefix; None: compute all tokens that are not cached here.
         """
@@ -72,8 +81,9 @@ class Prefill(LeasedPrompt):
             urgent=request.urgent,
             kv_layers=request.kv_layers,
             age=request.age_ms / 1000,
+            images=images_from_pb(request.images),
         )
-        self._prompts.engine.send(submit)
+        self._pixels = uploads.when_ready(submit.images, partial(self._prompts.engine.send, submit), self.fail)
 
     def after_step(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the next step decoded ahead, or at once if there will be none.
@@ -105,6 +115,7 @@ class Prefill(LeasedPrompt):
                 self._pull.on_engine_event(event)
             case Prefilled():
                 self._prefilled = event
+                self._pixels.release()
             case LastChunk():
                 self._send(last_chunk=pb.LastChunk(ends_in_ms=round(event.seconds * 1000)))
             case DecodeAheadEnded():
@@ -148,6 +159,7 @@ class Prefill(LeasedPrompt):
 
     def _stop(self) -> None:
         super()._stop()
+        self._pixels.release()
         self._decodes_ahead = False
         if self._pull is not None:
             self._pull.abandon()

@@ -73,7 +73,8 @@ class Prefills:
     ) -> None:
         prefill = Prefill(lease, prompts, trace=trace, send=send)
         pull = self._pull(request, sampling, prefill) if request.prefix_node else None
-        prefill.submit(request, sampling, decode_ahead=self._decode_ahead, pull=pull)
+        uploads = self._node.images
+        prefill.submit(request, sampling, decode_ahead=self._decode_ahead, pull=pull, uploads=uploads)
 
     def _pull(self, request: pb.PrefillRequest, sampling: SamplingParams, prefill: Prefill) -> PullDriver | None:
         """Return the pull of a prefix; None without a connection to its source, or if the prompt has several choices.

@@ -67,6 +67,7 @@ class PulledPrefix:
             timeout_ms=request.timeout_ms,
             traceparent=self._span.traceparent,
             tracestate=self._span.tracestate,
+            images=request.images,
         )
 
     def on_asked(self) -> None:

@@ -173,6 +173,10 @@ class EngineClient:
         if self._process.send(message):
             self.monitor.sent()
 
+    async def room(self) -> None:
+        """Wait until the engine has taken most of the commands: a large one delays those that follow it."""
+        await self._process.room()
+
     def open(self, handler: RequestHandler) -> int:
         """Return a new request id, whose events go to ``handler``."""
         return self._events.open(handler)

@@ -42,6 +42,8 @@ class EngineProcess:
         self._watch: asyncio.Task[None] | None = None
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._all_received = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     @property
     def pid(self) -> int | None:
@@ -54,9 +56,12 @@ class EngineProcess:
         self._watch = asyncio.create_task(self._watch_process(process), name="engine watch")
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_connection(
-            lambda: _EngineProtocol(self._on_message, partial(self._on_last_message, process)), sock=launched.messages
+            lambda: _EngineProtocol(self._on_message, partial(self._on_last_message, process), self._writable),
+            sock=launched.messages,
         )
-        await loop.create_connection(lambda: _EngineProtocol(self._on_message, lambda: None), sock=launched.heartbeats)
+        await loop.create_connection(
+            lambda: _EngineProtocol(self._on_message, lambda: None, asyncio.Event()), sock=launched.heartbeats
+        )
 
     def send(self, message: ToEngine) -> bool:
         """Queue a message. Return False if it is dropped: the process has ended."""
@@ -64,6 +69,10 @@ class EngineProcess:
             return False
         self._transport.write(framed(message))
         return True
+
+    async def room(self) -> None:
+        """Wait until the process has taken most of the bytes that were sent, or has ended."""
+        await self._writable.wait()
 
     async def end(self, seconds: float) -> None:
         """End the process: request, terminate, kill. Takes little more than twice ``seconds``. Idempotent."""
@@ -125,16 +134,27 @@ async def _lines(pipe: IO[bytes]) -> AsyncIterator[str]:
 
 
 class _EngineProtocol(asyncio.Protocol):
-    def __init__(self, on_message: Callable[[FromEngine], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, on_message: Callable[[FromEngine], None], on_end: Callable[[], None], writable: asyncio.Event
+    ) -> None:
+        """``writable`` is set while few bytes wait to be sent."""
         self._on_message = on_message
         self._on_end = on_end
+        self._writable = writable
         self._frames: Frames[FromEngine] = Frames(FromEngine)
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.cut(data):
             self._on_message(message)
 
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._writable.set()
         self._on_end()
 
 

@@ -22,6 +22,7 @@ from pdserve.kv.states import NO_SLOT
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.rpc.errors import failure_to_pb
+from pdserve.rpc.protobuf import images_from_pb
 from pdserve.sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ class CachedPrompt(LeasedPrompt):
             cache_salt=request.cache_salt,
             skip_tokens=request.skip_tokens,
             kv_layers=request.kv_layers,
+            images=images_from_pb(request.images),
         )
         self._prompts.engine.send(pull)
 

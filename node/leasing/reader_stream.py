@@ -12,7 +12,7 @@ from node.context import NodeContext
 from node.leasing.leases import LeaseId
 from node.leasing.prompt_trace import PromptTrace
 from node.leasing.prompts import CachedPrompt, LeasedPrompts, StartPrefill
-from node.request_checks import check_request, check_skip
+from node.request_checks import check_images, check_request, check_skip
 from node.streams.served_streams import ServedStream
 from pdserve.errors import PdserveError, PeerError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
@@ -108,6 +108,7 @@ class ReaderStream(ServedStream[pb.HandoffRequest, pb.PrefillEvents]):
         sampling = sampling_from_pb(request.sampling)
         num_tokens = check_request(request.token_ids, sampling, node.config)
         check_skip(request.skip_tokens, num_tokens, node.config.kv_layout.block_size)
+        check_images(request.images, request.token_ids, node.config, last_text=0 if request.cached_only else 1)
         lease = LeaseId(self._number, request.request)
         trace = self._begin_trace(request, num_tokens)
         if request.cached_only:

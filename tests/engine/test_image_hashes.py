@@ -5,12 +5,17 @@ from __future__ import annotations
 from array import array
 from hashlib import sha256
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_node import BLOCK, Node
 
 from pdserve.hashing import BlockHashes, hash_block_tokens, root_hash, short_block_hashes
 from pdserve.images import Images, ImageSpan, block_extra, block_images, first_needed, image_digest
+from pdserve.ipc.messages import DropPixels, FreeLease, LeaseCached, Mode, PutPixels, Submit
 from pdserve.rpc.protobuf import images_from_pb, images_to_pb
+from pdserve.sampling_params import SamplingParams
+from router.fleet.prefix_index import PromptPrefix
 
 PLACEHOLDER = 7
 ROOT = root_hash("")
@@ -140,3 +145,53 @@ def test_digest_covers_pixels_size_and_processor() -> None:
         image_digest(fingerprint, 2, 4, pixels[::-1]),
     }
     assert len(others | {expected}) == 4
+
+
+def test_router_looks_for_the_blocks_of_the_images() -> None:
+    ids = array("I", [1, *[PLACEHOLDER] * 6, 2])
+    images = (ImageSpan(1, 2, 3, digest_of(0)),)
+    hashes = PromptPrefix(ids.tobytes(), ROOT, images).hashes(2)
+    assert hashes == [int.from_bytes(digest[:8], "little") for digest in hashes_of(ids, images, 2)]
+    assert not set(hashes) & set(PromptPrefix(ids.tobytes(), ROOT).hashes(2))
+
+
+PROMPT = [1, 2, 3, 4, 5, *[PLACEHOLDER] * 6, 6, 7, 8, 9, 10, 11]
+
+
+def submit(node: Node, rid: int, number: int) -> int:
+    """Serve PROMPT with an image of this number; return the tokens found in the prefix cache."""
+    span = ImageSpan(5, 2, 3, digest_of(number))
+    node.obey(PutPixels(span.digest, bytes([number]), last=True))
+    tokens = array("I", PROMPT).tobytes()
+    node.obey(Submit(rid, tokens, SamplingParams(max_tokens=1), Mode.LOCAL, images=(span,)))
+    prefilled = []
+    while not node.engine.idle:
+        prefilled += node.step().prefilled
+    node.obey(DropPixels(span.digest))
+    return prefilled[0].cached_tokens
+
+
+def test_engine_serves_no_prompt_with_the_kv_of_another_image() -> None:
+    """One image has equal size and ids, the other prompt equal ids without an image."""
+    node = Node(64, 1)
+    assert BLOCK == 4
+    assert submit(node, 1, number=0) == 0
+    assert submit(node, 2, number=1) == 4, "the text before the image"
+    assert submit(node, 3, number=0) == 16
+    assert submit(node, 4, number=1) == 16
+    node.submit(5, PROMPT, SamplingParams(max_tokens=1), Mode.LOCAL)
+    assert [event.cached_tokens for event in node.step().prefilled] == [4]
+    node.run()
+    node.close()
+
+
+@pytest.mark.parametrize(("number", "num_blocks"), [(0, 4), (1, 1), (None, 1)])
+def test_a_pull_leases_the_blocks_of_its_images_only(number: int | None, num_blocks: int) -> None:
+    node = Node(64, 1)
+    submit(node, 1, number=0)
+    images = () if number is None else (ImageSpan(5, 2, 3, digest_of(number)),)
+    node.obey(LeaseCached(9, array("I", PROMPT).tobytes(), "", 0, images=images))
+    assert [len(leased.block_ids) for leased in node.step().leased] == [num_blocks]
+    node.obey(FreeLease(9))
+    node.assert_all_free()
+    node.close()

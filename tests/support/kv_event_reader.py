@@ -128,12 +128,12 @@ class CacheCopy:
             salt, prefix = self._prefixes.get(parent_block_hash, ("", None))
         assert extra_keys is None or len(extra_keys) == len(block_hashes)
         for index, number in enumerate(block_hashes):
-            keys = (extra_keys[index] if extra_keys else None) or []
-            salts = [key for key in keys if isinstance(key, str)]
+            extra = (extra_keys[index] if extra_keys else None) or []
+            salts = [key for key in extra if isinstance(key, str)]
             if salts:
                 assert (parent_block_hash, index, len(salts)) == (None, 0, 1), "a salt is a key of the first block"
-                (salt,) = salts
-            images = tuple((bytes.fromhex(digest), offset) for digest, offset in keys[: len(keys) - len(salts)])
+                salt = salts[0]
+            images = tuple((bytes.fromhex(digest), offset) for digest, offset in extra[: len(extra) - len(salts)])
             if prefix is not None:
                 tokens = token_ids[index * block_size : (index + 1) * block_size]
                 prefix = (*prefix, PrefixBlock(tuple(tokens), images))

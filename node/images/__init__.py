@@ -1,0 +1,1 @@
+"""Uploads of pixels to a node that encodes images: its engine keeps them until their prompts are computed."""
