@@ -232,7 +232,9 @@ def describe_unknown(flag: str, flags: Collection[str], program: str) -> str:
 
 
 def _nearest(flag: str, flags: Collection[str]) -> str | None:
-    """Return the known flag of similar letters, or the shortest one that has all words of ``flag``."""
+    """Return the shortest known flag that continues ``flag``, else one of similar letters or with all its words."""
+    if longer := min((name for name in flags if name.startswith(f"{flag}-")), key=len, default=None):
+        return longer
     if similar := difflib.get_close_matches(flag, flags, n=1, cutoff=_SIMILAR):
         return similar[0]
     words = set(flag.strip("-").split("-"))
