@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ LARGEST: Mapping[str, int] = {
     "linear_key_head_dim": 4096,
     "linear_value_head_dim": 4096,
     "linear_conv_kernel_dim": 64,
+    "depth": 1024,
+    "num_heads": 4096,
+    "patch_size": 256,
+    "merge_size": 16,
+    "spatial_merge_size": 16,
+    "temporal_patch_size": 16,
+    "num_position_embeddings": 1 << 20,
+    "out_hidden_size": 1 << 17,
+    "image_token_id": 1 << 21,
+    "min_pixels": 1 << 26,
+    "max_pixels": 1 << 26,
+    "shortest_edge": 1 << 26,
+    "longest_edge": 1 << 26,
 }
 
 
@@ -67,11 +81,24 @@ class ConfigFields:
         self.defaults: Mapping[str, Any] = {}
         self.remedy = "download the checkpoint again"  # remedy for a missing field
         self.names_read: set[str] = set()
+        self.within = ""  # name of the object in the file that these fields belong to, after a space
         if not os.path.exists(path):
             if others := sorted(path.parent.glob("*.gguf")):
                 raise CheckpointError(conversion(others[0]))
             raise self.error("does not exist; a model directory holds config.json, a tokenizer and *.safetensors")
         self.values = read_object(path, _MAX_BYTES)
+
+    def part(self, name: str) -> ConfigFields:
+        """Return the fields of the object ``name``; none if it is null or missing. Raises CheckpointError."""
+        values = self.given(name)
+        if values is not None and not isinstance(values, dict):
+            raise self.error(f"has {name} = {shown(values)}; it must be an object. {REMEDY}")
+        part = copy(self)
+        part.values = values or {}
+        part.defaults = {}
+        part.names_read = set()
+        part.within = f"{self.within} {name}"
+        return part
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the field, else the family's default, else ``default``. A null in the file means ``default``."""
@@ -124,7 +151,7 @@ class ConfigFields:
         return value
 
     def error(self, message: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} {message}")
+        return CheckpointError(f"{self.path}{self.within} {message}")
 
 
 REMEDY = "Correct the file or choose another checkpoint"

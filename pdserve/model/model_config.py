@@ -43,6 +43,7 @@ from pdserve.model.rope import RopeConfig, read_rope
 from pdserve.model.text_part import take_text_part, text_headers
 from pdserve.model.unread_fields import check_unread, unread_names
 from pdserve.model.unserved_kinds import check_kind
+from pdserve.model.vision import VisionConfig, read_vision
 
 NATIVE = "native"
 TRANSFORMERS = "transformers"
@@ -89,6 +90,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens
     num_draft_layers: int = 0  # draft layers that are loaded: the first next-token layers, or a draft head
     draft_head: Eagle3Config | None = None  # EAGLE-3 head in a separate checkpoint; None: no head
+    vision: VisionConfig | None = None  # tower of the multimodal checkpoint; None: it has none that is native
     multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
@@ -183,11 +185,13 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     fields = ConfigFields(model_dir / "config.json")
     if embeds:
         _add_unused_head(fields)
+    vision = read_vision(fields)
     multimodal = take_text_part(fields, native=impl != TRANSFORMERS)
     architecture = _architecture(fields, impl)
     if impl == TRANSFORMERS or architecture not in FAMILIES:
         return _any_decoder(model_dir, fields, architecture, multimodal)
-    return _native_decoder(model_dir, fields, architecture, multimodal, embeds)
+    model = _native_decoder(model_dir, fields, architecture, multimodal, embeds)
+    return msgspec.structs.replace(model, vision=_native_vision(fields, vision, model))
 
 
 def _native_decoder(
@@ -260,6 +264,17 @@ def _key_value_heads(fields: ConfigFields, num_heads: int, latent: LatentConfig 
     if head_dim % 2:
         raise fields.error(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
     return num_kv_heads, head_dim
+
+
+def _native_vision(fields: ConfigFields, vision: VisionConfig | None, model: ModelConfig) -> VisionConfig | None:
+    """Return the tower of a native text model; None if rotary embeddings depend on the length of a sequence."""
+    if vision is None or model.rope.rope_type == "dynamic":
+        return None
+    if vision.image_token_id >= model.vocab_size:
+        raise fields.error(
+            f"has image_token_id = {vision.image_token_id}, but a vocabulary of {model.vocab_size} tokens. {REMEDY}"
+        )
+    return vision
 
 
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:

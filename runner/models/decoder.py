@@ -31,6 +31,7 @@ from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.token_predictor import PredictorNames, TokenPredictor
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from runner.models.model import Model
+from runner.models.vision.inputs import NO_IMAGE_INPUTS
 from runner.placement import TensorPlacement
 
 
@@ -60,8 +61,13 @@ class Decoder(Model):
         self.draft_head = self._make_draft_head(config.draft_head) if drafts and config.draft_head is not None else None
         self.auxiliary = None if config.draft_head is None else AuxiliaryStates(self.context, config.draft_head)
         self.rotary = RotaryEmbedding(
-            config.rope, config.rope_head_dim, config.max_position_embeddings, placement.device
+            config.rope,
+            config.rope_head_dim,
+            config.max_position_embeddings,
+            placement.device,
+            None if config.vision is None else config.vision.rope_sections,
         )
+        self.images = NO_IMAGE_INPUTS
         self.attention = shard_of(config, position).attention
         self.depends_on_length = self.rotary.depends_on_length
 
@@ -109,12 +115,13 @@ class Decoder(Model):
         Tokens that ``output_tokens`` leaves out need only the keys and values of the last layer. No call waits for the
         device, so a CUDA graph can capture them.
         """
-        rotary = self.rotary(positions, lengths)
+        rotary = self.rotary(self.images.positions(positions), lengths)
         x, residual = self._begin(inputs)
         *others, last = self.layers
         self._keep(self.first_layer, residual)
         for number, (layer, next_norm) in enumerate(zip(others, self._next_norms, strict=True), self.first_layer + 1):
             output, residual = layer(x, residual, rotary, backend)
+            self.images.after_layer(number - 1, residual)
             x = next_norm.add(output, residual)
             self._keep(number, residual)
             yield
@@ -181,7 +188,7 @@ class Decoder(Model):
         norm = self.layers[0].input_norm
         if self.embedding is None:
             return norm(inputs), inputs
-        embedded = self.embedding(inputs)
+        embedded = self.images.embed(self.embedding(inputs))
         if self.context.position.parallel.tp == 1:
             return norm(embedded), embedded
         residual = torch.zeros_like(embedded)

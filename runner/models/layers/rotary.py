@@ -19,7 +19,15 @@ from runner.batch import RotaryCosSin
 class RotaryEmbedding:
     """cos and sin of a step's positions, in float32."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_positions: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        max_positions: int,
+        device: torch.device,
+        sections: tuple[int, int, int] | None = None,
+    ) -> None:
+        """``sections``: rotated pairs that take time, height and width of images; None: no image has positions here."""
         self._rope = rope
         rotated = rope.rotary_dim or head_dim
         self._unrotated = (head_dim - rotated) // 2  # pairs
@@ -29,9 +37,10 @@ class RotaryEmbedding:
         positions = torch.arange(0 if self.depends_on_length else max_positions, device=device)
         # [max_positions, head_dim]: cos, then sin
         self._table = torch.cat(self._cos_sin(positions, inv_freq.to(device)), dim=1)
+        self._axes = None if sections is None else _axes(sections, head_dim // 2).repeat(2).to(device)
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> RotaryCosSin:
-        """Return cos and sin of positions [tokens] int64 or int32.
+        """Return cos and sin of positions [tokens] int64 or int32, or [3 (time, height, width), tokens] int64.
 
         Only dynamic NTK uses ``lengths`` [tokens] int64: the sequence's length when the token is first computed, that
         is the prompt's length within a prompt and position + 1 after it. transformers does the same for one sequence:
@@ -40,7 +49,11 @@ class RotaryEmbedding:
         if self.depends_on_length:
             assert lengths is not None, "dynamic rope needs lengths"
             return RotaryCosSin(*self._cos_sin(positions, self._dynamic(lengths)))
-        cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
+        if positions.dim() == 2:
+            assert self._axes is not None, "positions by axis need sections"
+            cos, sin = self._table.gather(0, positions[self._axes].t()).chunk(2, dim=1)
+        else:
+            cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
         return RotaryCosSin(cos, sin)
 
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +74,17 @@ class RotaryEmbedding:
         theta = self._rope.theta * stretch ** (dim / (dim - 2))
         inv_freq: Tensor = 1.0 / theta[:, None] ** self._exponents
         return inv_freq
+
+
+def _axes(sections: tuple[int, int, int], pairs: int) -> Tensor:
+    """Return the axis whose position rotates each of a head's pairs: [pairs] int64; 0 time, 1 height, 2 width.
+
+    They take turns, and the longest runs on: pairs that are not rotated take time, too.
+    """
+    axes = torch.zeros(pairs, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
 
 
 def rotary_order(rope: RopeConfig, head_dim: int) -> Tensor | None:

@@ -1,0 +1,162 @@
+"""How a model wants its images: ``preprocessor_config.json``. It imports neither torch nor an image library.
+
+    router  an image of any size and mode ─► RGB ─► smart_size, bicubic ─► uint8 [height, width, 3]
+    node    (pixel · rescale_factor - mean) / std ─► patches
+
+transformers computes the same by Qwen2VLImageProcessorPil (models/qwen2_vl/image_processing_pil_qwen2_vl.py).
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdserve.errors import RequestError, shown
+from pdserve.images import MAX_GRID, ImageInput
+from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.vision import CHANNELS, VisionConfig
+
+FILE = "preprocessor_config.json"
+MAX_ASPECT = 200  # longer side / shorter side, as in the library
+
+_KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+_BICUBIC = 3  # Pillow's number
+#: Steps that are built in, by their values here.
+_STEPS = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "do_center_crop": False,
+    "do_pad": False,
+    "resample": _BICUBIC,
+}
+_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # the library's, in pixels
+_MEAN = (0.48145466, 0.4578275, 0.40821073)  # the library's: OpenAI's CLIP
+_STD = (0.26862954, 0.26130258, 0.27577711)
+_RESCALE = 1 / 255
+
+
+class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
+    patch_size: int  # pixels
+    merge_size: int  # patches on a side of a token
+    temporal_patch_size: int
+    min_pixels: int  # height × width, after resizing
+    max_pixels: int
+    rescale_factor: float
+    mean: tuple[float, float, float]  # red, green, blue, after rescaling
+    std: tuple[float, float, float]
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of all fields: nodes of equal fingerprints make equal inputs of equal pixels."""
+        return sha256(msgspec.json.encode(self, order="sorted")).digest()
+
+    def image_input(self, token_id: int) -> ImageInput:
+        """Return what routers and peers need to know."""
+        return ImageInput(
+            token_id=token_id,
+            patch_size=self.patch_size,
+            merge_size=self.merge_size,
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            fingerprint=self.fingerprint,
+        )
+
+
+def smart_size(bounds: ImageInput, height: int, width: int) -> tuple[int, int]:
+    """Return height and width in pixels that an image is resized to: multiples of a token's side, within the bounds.
+
+    Raises RequestError for an image whose sides differ too much.
+    """
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise RequestError(
+            f"the image has {width} × {height} pixels; one side may be at most {MAX_ASPECT} times as long as the other "
+            "one. Crop it"
+        )
+    cell = bounds.cell
+    rows = round(height / cell)
+    columns = round(width / cell)
+    if rows * columns * cell**2 > bounds.max_pixels:
+        shrink = math.sqrt((height * width) / bounds.max_pixels)
+        rows = max(1, math.floor(height / shrink / cell))
+        columns = max(1, math.floor(width / shrink / cell))
+    elif rows * columns * cell**2 < bounds.min_pixels:
+        stretch = math.sqrt(bounds.min_pixels / (height * width))
+        rows = math.ceil(height * stretch / cell)
+        columns = math.ceil(width * stretch / cell)
+    if rows * columns * cell**2 > bounds.max_pixels:  # one token high or wide; the library takes it
+        raise RequestError(
+            f"the image has {width} × {height} pixels, which become {columns * cell} × {rows * cell}; the limit is "
+            f"{bounds.max_pixels} pixels. Crop it to a shape that is closer to a square"
+        )
+    return rows * cell, columns * cell
+
+
+def token_count(bounds: ImageInput, height: int, width: int) -> int:
+    """Return the tokens of an image of any size. Raises RequestError."""
+    resized_height, resized_width = smart_size(bounds, height, width)
+    return resized_height * resized_width // bounds.cell**2
+
+
+def read_image_processor(model_dir: Path, vision: VisionConfig) -> ImageProcessor | None:
+    """Read ``preprocessor_config.json``; None if there is none. Raises CheckpointError for what is not supported."""
+    if not (model_dir / FILE).exists():
+        return None
+    fields = ConfigFields(model_dir / FILE)
+    kind = fields.get("image_processor_type")
+    if kind is not None:
+        fields.choice("image_processor_type", kind, _KINDS)
+    for name, value in _STEPS.items():
+        if fields.get(name, value) != value:
+            raise fields.error(f"has {name} = {shown(fields.get(name))}; supported is {value}. {REMEDY}")
+    size = fields.part("size")
+    shortest = size.integer("shortest_edge", _SIZE["shortest_edge"])
+    longest = size.integer("longest_edge", _SIZE["longest_edge"])
+    processor = ImageProcessor(
+        patch_size=fields.integer("patch_size", 14),
+        merge_size=fields.integer("merge_size", 2),
+        temporal_patch_size=fields.integer("temporal_patch_size", 2),
+        min_pixels=fields.integer("min_pixels", shortest),
+        max_pixels=fields.integer("max_pixels", longest),
+        rescale_factor=fields.number("rescale_factor", _RESCALE, 1e-6, 1e3),
+        mean=_channels(fields, "image_mean", _MEAN, least=-1e3),
+        std=_channels(fields, "image_std", _STD, least=1e-6),
+    )
+    _check(fields, processor, vision)
+    return processor
+
+
+def _check(fields: ConfigFields, processor: ImageProcessor, vision: VisionConfig) -> None:
+    for name in ("patch_size", "merge_size", "temporal_patch_size"):
+        mine = getattr(processor, name)
+        towers = getattr(vision, name)
+        if mine != towers:
+            raise fields.error(
+                f"has {name} = {mine}, but the tower in config.json has {towers}; the two belong to different models"
+            )
+    if processor.min_pixels > processor.max_pixels:
+        raise fields.error(
+            f"asks for at least {processor.min_pixels} and at most {processor.max_pixels} pixels. {REMEDY}"
+        )
+    cell = processor.patch_size * processor.merge_size
+    most = (MAX_GRID * cell) ** 2 // MAX_ASPECT
+    if not cell**2 <= processor.max_pixels <= most:
+        raise fields.error(
+            f"asks for at most {processor.max_pixels} pixels; it must be a number from {cell**2} to {most}. {REMEDY}"
+        )
+
+
+def _channels(
+    fields: ConfigFields, name: str, default: tuple[float, float, float], least: float
+) -> tuple[float, float, float]:
+    given: Any = fields.get(name, default)
+    values = given if isinstance(given, list | tuple) else [given] * CHANNELS
+    if len(values) != CHANNELS:
+        raise fields.error(f"has {name} = {shown(given)}; it must have {CHANNELS} numbers. {REMEDY}")
+    red, green, blue = (float(fields.check_number(name, value, least, 1e3)) for value in values)
+    return red, green, blue

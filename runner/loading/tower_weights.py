@@ -1,0 +1,59 @@
+"""The weights of a vision tower: model.visual.*, or visual.* as the first releases named them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from pdserve.checkpoint.file_states import check_same_files
+from pdserve.checkpoint.safetensors_header import header_of
+from pdserve.checkpoint.weight_files import collect_headers, weight_files
+from pdserve.errors import CheckpointError
+from pdserve.weights.change import FileStates
+from runner.loading.file_slices import FileReader, FileSlice, opened
+from runner.loading.weights import check_weights, fill_random, fill_shard
+from runner.models.layers.weight_shard import WeightShard
+from runner.models.vision.tower import VisionTower
+
+_PREFIXES = ("model.visual.", "visual.")
+_AT_ONCE = 1 << 25  # values that are read and converted at a time
+
+
+@torch.inference_mode()
+def load_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None = None) -> None:
+    """Fill the tower from a checkpoint. Raises CheckpointError.
+
+    Its files must be those in ``digested``, unless it is empty.
+    """
+    device = tower.pos_embed.weight.device
+    with FileReader(device) as reader, ExitStack() as files:
+        try:
+            open_files = {path: files.enter_context(opened(path)) for path in weight_files(model_dir)}
+            if digested:
+                check_same_files(model_dir, {path.name: file.state for path, file in open_files.items()}, digested)
+            headers = collect_headers(model_dir, ((path, header_of(path, f.fd)) for path, f in open_files.items()))
+            stored = {
+                name: FileSlice(reader, open_files[path], name, tensor)
+                for path, tensors in headers.items()
+                for name, tensor in tensors.items()
+                if name.startswith(_PREFIXES)
+            }
+            first = next(iter(stored), _PREFIXES[0])
+            shards = _shards(tower, next(prefix for prefix in _PREFIXES if first.startswith(prefix)))
+            for name in check_weights(model_dir, stored, shards, ignored=()):
+                fill_shard(model_dir, name, shards[name], stored[name], _AT_ONCE)
+        except OSError as exc:
+            raise CheckpointError(f"{model_dir} cannot be read ({exc}); download the checkpoint again") from exc
+
+
+@torch.inference_mode()
+def fill_tower(tower: VisionTower) -> None:
+    """Fill the tower with values that depend on names and shapes only."""
+    fill_random(_shards(tower, _PREFIXES[0]), seed=0)
+
+
+def _shards(tower: VisionTower, prefix: str) -> dict[str, WeightShard]:
+    """Return the memory of the tower's tensors by their names in a checkpoint."""
+    return {prefix + name: WeightShard.full(parameter) for name, parameter in tower.named_parameters()}

@@ -1,0 +1,1 @@
+"""Vision towers: pixels of an image to embeddings of its tokens, and their way into a decoder."""

@@ -1,0 +1,70 @@
+"""What images add to the inputs of a decoder, and what a decoder without images has in its place.
+
+offsets      position - index of the tokens of a step, equal on all axes; at a fixed address, for CUDA graphs
+begin, end   rows of images, and positions that differ by axis, of one eager step
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdserve.model.vision import VisionConfig
+from runner.placement import TensorPlacement
+
+
+class NoImageInputs:
+    """The inputs of a step are its token ids and their indices."""
+
+    def positions(self, indices: Tensor) -> Tensor:
+        """Return the positions to rotate by, of tokens with ``indices`` [tokens]: [tokens], or [3, tokens] by axis."""
+        return indices
+
+    def embed(self, embedded: Tensor) -> Tensor:
+        """Return the embeddings [tokens, hidden_size] with the rows of images in their places; may change them."""
+        return embedded
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        """Add what images have for the residual [tokens, hidden_size] after ``layer``, counted in the whole model."""
+
+
+NO_IMAGE_INPUTS = NoImageInputs()
+
+
+class ImageInputs(NoImageInputs):
+    """``offsets`` of padded rows and of text are 0: whoever writes others there, zeroes them after the step."""
+
+    def __init__(self, config: VisionConfig, max_batch_tokens: int, placement: TensorPlacement) -> None:
+        self.offsets = torch.zeros(max_batch_tokens, dtype=torch.int64, device=placement.device)
+        no_rows = torch.empty(0, dtype=torch.int64, device=placement.device)
+        no_values = torch.empty(0, config.out_hidden_size, dtype=placement.dtype, device=placement.device)
+        self._nothing = no_rows, no_values, no_values.new_empty(len(config.deepstack), *no_values.shape)
+        self._axes: Tensor | None = None
+        self._rows, self._values, self._deepstack = self._nothing
+
+    def begin(self, axes: Tensor | None, rows: Tensor, values: Tensor, deepstack: Tensor) -> None:
+        """Give the next step its images. It must not run as a CUDA graph.
+
+        ``axes``: positions [3 (time, height, width), tokens] int64 of all tokens of the step, in place of indices and
+        ``offsets``; None: these. ``rows`` [k] int64: tokens of the step that are of images, each once. ``values``
+        [k, hidden_size]: their embeddings. ``deepstack`` [deepstack layers, k, hidden_size]. All are on the device.
+        """
+        self._axes = axes
+        self._rows = rows
+        self._values = values
+        self._deepstack = deepstack
+
+    def end(self) -> None:
+        """Forget what ``begin`` gave; ``offsets`` stay."""
+        self._axes = None
+        self._rows, self._values, self._deepstack = self._nothing
+
+    def positions(self, indices: Tensor) -> Tensor:
+        return indices + self.offsets[: len(indices)] if self._axes is None else self._axes
+
+    def embed(self, embedded: Tensor) -> Tensor:
+        return embedded.index_copy_(0, self._rows, self._values) if len(self._rows) else embedded
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        if len(self._rows) and layer < len(self._deepstack):
+            residual.index_add_(0, self._rows, self._deepstack[layer])

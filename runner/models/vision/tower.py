@@ -1,0 +1,203 @@
+"""The vision transformer of Qwen3-VL and Qwen3.5: full attention among the patches of one image.
+
+    patches ─► patch_embed + positions ─► blocks ─► merger ─► embeddings, one row per token
+                                            └─ after some: deepstack mergers ─► what joins the first text layers
+
+The reference is Qwen3VLVisionModel of transformers (models/qwen3_vl/modeling_qwen3_vl.py). Modules and parameters have
+the names that they have in checkpoints, behind "visual.".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isqrt
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdserve.model.image_processor import ImageProcessor
+from pdserve.model.vision import CHANNELS, VisionConfig
+from runner.models.vision.patches import patches, value_table
+from runner.placement import TensorPlacement
+
+_EPS = 1e-6  # layer norms add it to the variance
+
+
+class Features(NamedTuple):
+    """The outputs of a tower for the tokens of an image, in the dtype of the tower."""
+
+    embeddings: Tensor  # [tokens, out_hidden_size]
+    deepstack: Tensor  # [deepstack layers, tokens, out_hidden_size]
+
+
+class _Rotary(NamedTuple):
+    cos: Tensor  # [patches, 1, head_dim] float32
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate heads [patches, heads, head_dim] in float32."""
+        wide = x.float()
+        low, high = wide.chunk(2, dim=-1)
+        return (wide * self.cos + torch.cat((-high, low), dim=-1) * self.sin).to(x.dtype)
+
+
+class VisionTower(nn.Module):
+    """``runner/loading/tower_weights.py`` fills the parameters; then images can be encoded."""
+
+    def __init__(self, config: VisionConfig, processor: ImageProcessor, placement: TensorPlacement) -> None:
+        super().__init__()
+        self.config = config
+        self._processor = processor
+        self._side = isqrt(config.num_positions)
+        with torch.device("meta"):
+            self.patch_embed = _PatchEmbedding(config)
+            self.pos_embed = nn.Embedding(config.num_positions, config.hidden_size)
+            self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
+            self.merger = _Merger(config, config.hidden_size)
+            self.deepstack_merger_list = nn.ModuleList(_Merger(config, config.merged_size) for _ in config.deepstack)
+        self.to(placement.dtype).to_empty(device=placement.device).requires_grad_(False)
+        half = config.head_dim // 2  # half of a head for rows, half for columns
+        exponents = torch.arange(0, half, 2, dtype=torch.float32, device=placement.device) / half
+        self._inv_freq = 1.0 / config.rope_theta**exponents  # [head_dim / 4]
+        self._table = value_table(processor).to(placement.device, placement.dtype)
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Features:
+        """Encode one image: ``pixels`` uint8 [height, width, 3]; its sides are multiples of a token's side in pixels.
+
+        No call waits for the device, apart from the copy of pixels in the host's pageable memory.
+        """
+        inputs = patches(pixels.to(self._table.device), self._table, self._processor)
+        rows, columns = self._places(pixels.shape[0], pixels.shape[1])
+        x = self.patch_embed(inputs)
+        x = x + self._positions(rows, columns).to(x.dtype)
+        rotary = self._rotary(rows, columns)
+        deepstack: list[Tensor] = []
+        for number, block in enumerate(self.blocks):
+            x = block(x, rotary)
+            if number in self.config.deepstack:
+                deepstack.append(self.deepstack_merger_list[len(deepstack)](x))
+        embeddings = self.merger(x)
+        return Features(embeddings, torch.stack(deepstack) if deepstack else embeddings.new_empty(0, *embeddings.shape))
+
+    def _places(self, height: int, width: int) -> tuple[_Axis, _Axis]:
+        """Return row and column of each patch, in the order of ``patches``."""
+        merge = self.config.merge_size
+        rows = height // self.config.patch_size
+        columns = width // self.config.patch_size
+        order = torch.arange(rows * columns, device=self._table.device).view(rows, columns)
+        order = order.view(rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
+        return _Axis(order // columns, rows), _Axis(order % columns, columns)
+
+    def _positions(self, rows: _Axis, columns: _Axis) -> Tensor:
+        """Interpolate the learned positions to the grid of an image: [patches, hidden_size] float32."""
+        result: Tensor | None = None
+        for row, row_weight in rows.taps(self._side):
+            for column, column_weight in columns.taps(self._side):
+                part = self.pos_embed(row * self._side + column) * (row_weight * column_weight)[:, None]
+                result = part if result is None else result.add_(part)
+        assert result is not None
+        return result
+
+    def _rotary(self, rows: _Axis, columns: _Axis) -> _Rotary:
+        angles = torch.cat([axis.places[:, None].float() * self._inv_freq for axis in (rows, columns)], dim=1)
+        angles = torch.cat((angles, angles), dim=1)[:, None]
+        return _Rotary(angles.cos(), angles.sin())
+
+
+class _Axis(NamedTuple):
+    places: Tensor  # [patches] int64: row or column of each patch
+    size: int  # rows or columns of the image
+
+    def taps(self, side: int) -> list[tuple[Tensor, Tensor]]:
+        """Return two neighbours of each patch in a line of ``side`` positions with their weights; corners align."""
+        place = self.places.float() * (side - 1) / max(1, self.size - 1)
+        low = place.floor()
+        above = place - low
+        first = low.long()
+        return [(first, 1 - above), ((first + 1).clamp_(max=side - 1), above)]
+
+
+class _PatchEmbedding(nn.Module):
+    """A convolution whose kernels cover a patch each, as a product."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        self.proj = nn.Conv3d(CHANNELS, config.hidden_size, kernel, stride=kernel)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.linear(values, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class _Block(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden_size, _EPS)
+        self.norm2 = nn.LayerNorm(config.hidden_size, _EPS)
+        self.attn = _Attention(config)
+        self.mlp = _MLP(config)
+
+    def forward(self, x: Tensor, rotary: _Rotary) -> Tensor:
+        x = x + self.attn(self.norm1(x), rotary)
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self._num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rotary: _Rotary) -> Tensor:
+        """Let all patches [patches, hidden_size] attend to each other."""
+        q, k, v = self.qkv(x).view(len(x), 3, self._num_heads, -1).unbind(1)
+        q, k, v = (heads.transpose(0, 1)[None] for heads in (rotary(q), rotary(k), v))
+        attended = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+        y: Tensor = self.proj(attended.reshape(x.shape))
+        return y
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self._activation = _ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear_fc2(self._activation(self.linear_fc1(x)))
+        return y
+
+
+class _Merger(nn.Module):
+    """The patches of a token side by side, to one row of the text model's width."""
+
+    def __init__(self, config: VisionConfig, norm_size: int) -> None:
+        """``norm_size``: the norm is of each patch (hidden_size), or of all patches of a token (merged_size)."""
+        super().__init__()
+        self._norm_size = norm_size
+        self._merged_size = config.merged_size
+        self.norm = nn.LayerNorm(norm_size, _EPS)
+        self.linear_fc1 = nn.Linear(config.merged_size, config.merged_size)
+        self.linear_fc2 = nn.Linear(config.merged_size, config.out_hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x.view(-1, self._norm_size)).view(-1, self._merged_size)
+        y: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(normed)))
+        return y
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu": F.gelu,
+    "silu": F.silu,
+}

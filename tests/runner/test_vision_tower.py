@@ -1,0 +1,183 @@
+"""Vision towers compute what the library's do, and take only a checkpoint's own tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from image_checkpoints import KINDS, ImageReference, make_image_checkpoint, random_image
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pdserve.errors import CheckpointError
+from pdserve.model.image_processor import read_image_processor, smart_size
+from pdserve.model.model_config import load_model_config
+from pdserve.model.vision import VisionConfig
+from runner.loading.tower_weights import fill_tower, load_tower
+from runner.models.vision.tower import VisionTower
+from runner.placement import TensorPlacement
+
+CPU = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
+#: Heights and widths of the images of a prompt; merged grids from 1 × 8 to 16 × 16, also of odd sides.
+PROMPTS = [
+    [(96, 96)],
+    [(33, 250), (250, 33)],
+    [(70, 100), (160, 96), (70, 100)],
+    [(512, 512), (64, 64), (32, 128), (351, 223)],
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_checkpoint(tmp_path_factory.mktemp("images") / request.param, request.param)
+
+
+def vision_of(checkpoint: Path) -> VisionConfig:
+    vision = load_model_config(checkpoint).vision
+    assert vision is not None
+    return vision
+
+
+def empty_tower(checkpoint: Path) -> VisionTower:
+    processor = read_image_processor(checkpoint, vision_of(checkpoint))
+    assert processor is not None
+    return VisionTower(vision_of(checkpoint), processor, CPU)
+
+
+def resized(checkpoint: Path, image: Image.Image) -> Tensor:
+    """Return the pixels that a router sends: uint8 [height, width, 3]."""
+    processor = read_image_processor(checkpoint, vision_of(checkpoint))
+    assert processor is not None
+    height, width = smart_size(processor.image_input(0), image.height, image.width)
+    return torch.from_numpy(np.array(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)))
+
+
+def test_features_are_the_library_s(checkpoint: Path) -> None:
+    tower = empty_tower(checkpoint)
+    load_tower(tower, checkpoint)
+    reference = ImageReference(checkpoint)
+    for number, sizes in enumerate(PROMPTS):
+        images = [random_image(height, width, seed=10 * number + at) for at, (height, width) in enumerate(sizes)]
+        with torch.inference_mode():
+            visual = reference.model.model.visual
+            values, grids = reference.processed(images)
+            expected = visual(values, grid_thw=grids)
+        features = [tower.encode(resized(checkpoint, image)) for image in images]
+        assert [len(feature.embeddings) for feature in features] == [int(grid.prod()) // 4 for grid in grids]
+        torch.testing.assert_close(
+            torch.cat([feature.embeddings for feature in features]), expected.pooler_output, rtol=1e-5, atol=1e-5
+        )
+        deepstack = torch.cat([feature.deepstack for feature in features], dim=1)
+        assert len(deepstack) == len(tower.config.deepstack)
+        for layer, rows in enumerate(deepstack):
+            torch.testing.assert_close(rows, expected.deepstack_features[layer], rtol=1e-5, atol=1e-5)
+
+
+def test_unlike_images_of_one_size_have_unlike_features(checkpoint: Path) -> None:
+    tower = empty_tower(checkpoint)
+    load_tower(tower, checkpoint)
+    one, other = (tower.encode(resized(checkpoint, random_image(96, 64, seed))).embeddings for seed in (1, 2))
+    assert (one - other).abs().max() > 0.1
+
+
+def test_names_of_the_first_releases_are_read(checkpoint: Path, tmp_path: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    first = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if ".visual." in name}
+    save_file(first, tmp_path / "model.safetensors")
+    towers = empty_tower(checkpoint), empty_tower(checkpoint)
+    for tower, directory in zip(towers, (checkpoint, tmp_path), strict=True):
+        load_tower(tower, directory)
+    one, other = (dict(tower.named_parameters()) for tower in towers)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.visual.merger.linear_fc1.bias": None}, "lacks the tensors model.visual.merger.linear_fc1.bias"),
+        ({"model.visual.pos_embed.weight": torch.ones(49, 32)}, r"pos_embed.weight has shape \(49, 32\).*\(64, 32\)"),
+        ({"model.visual.blocks.4.norm1.bias": torch.ones(32)}, "blocks.4.norm1.bias has no place in the model"),
+        ({"model.visual.merger.norm.bias": torch.ones(32, dtype=torch.int8)}, "norm.bias has dtype I8"),
+    ],
+)
+def test_tensors_of_another_tower_are_refused_by_name(
+    change: dict[str, Any], words: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    tensors = {**load_file(checkpoint / "model.safetensors"), **change}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=words):
+        load_tower(empty_tower(checkpoint), tmp_path)
+
+
+def test_random_weights_depend_on_names_and_shapes_only(checkpoint: Path) -> None:
+    towers = empty_tower(checkpoint), empty_tower(checkpoint)
+    for tower in towers:
+        fill_tower(tower)
+    pixels = resized(checkpoint, random_image(64, 96, seed=0))
+    one, other = (tower.encode(pixels).embeddings for tower in towers)
+    assert torch.equal(one, other)
+    assert one.isfinite().all()
+
+
+def test_weights_are_counted(checkpoint: Path) -> None:
+    parameters = empty_tower(checkpoint).parameters()
+    assert vision_of(checkpoint).num_weights == sum(parameter.numel() for parameter in parameters)
+
+
+def test_towers_in_sixteen_bits_compute_in_them(checkpoint: Path) -> None:
+    processor = read_image_processor(checkpoint, vision_of(checkpoint))
+    assert processor is not None
+    wide = empty_tower(checkpoint)
+    narrow = VisionTower(vision_of(checkpoint), processor, placement_of(torch.bfloat16))
+    for tower in (wide, narrow):
+        load_tower(tower, checkpoint)
+    pixels = resized(checkpoint, random_image(64, 96, seed=0))
+    exact, rounded = (tower.encode(pixels).embeddings for tower in (wide, narrow))
+    assert rounded.dtype == torch.bfloat16
+    assert (exact - rounded.float()).norm() < 0.05 * exact.norm()
+
+
+def placement_of(dtype: torch.dtype) -> TensorPlacement:
+    return TensorPlacement(CPU.device, dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 36, "num_heads": 2}, "vision_config has hidden_size 36 and 2 heads"),
+        ({"num_position_embeddings": 60}, "num_position_embeddings = 60; it must be the square"),
+        ({"out_hidden_size": 32}, "out_hidden_size = 32, but text_config has 64"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'; supported are gelu_pytorch_tanh"),
+        ({"depth": 0}, "depth = 0; it must be a whole number from 1"),
+        ({"in_channels": 1}, "in_channels = 1; supported is 3"),
+    ],
+)
+def test_towers_that_are_not_supported_are_refused_by_name(
+    change: dict[str, Any], words: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    _write_config(checkpoint, tmp_path, change)
+    with pytest.raises(CheckpointError, match=words):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(("layers", "words"), [
+    ([0, 1, 2, 3], "has 4 deepstack_visual_indexes; the text model has 4 layers"),
+    ([2, 1], r"\[2, 1\]; it must be a list of layers in ascending order"),
+    ([1, 4], r"\(1, 4\); the depth is 4"),
+])  # fmt: skip
+def test_deepstack_layers_must_exist(layers: list[int], words: str, tmp_path: Path) -> None:
+    checkpoint = make_image_checkpoint(tmp_path / "whole", "qwen3_vl")
+    _write_config(checkpoint, tmp_path, {"deepstack_visual_indexes": layers})
+    with pytest.raises(CheckpointError, match=words):
+        load_model_config(tmp_path)
+
+
+def _write_config(checkpoint: Path, target: Path, change: dict[str, Any]) -> None:
+    config = msgspec.json.decode((checkpoint / "config.json").read_bytes())
+    config["vision_config"] |= change
+    (target / "config.json").write_bytes(msgspec.json.encode(config))
