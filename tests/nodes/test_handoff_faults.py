@@ -93,6 +93,22 @@ def test_a_refused_prefill_is_recomputed_or_fails_by_policy(code: pb.Failure.Cod
     nodes.wait_peers(nodes.strict, 2)
 
 
+def test_pixels_that_p_lacks_are_for_the_router_whatever_the_policy(nodes: Nodes) -> None:
+    """D lacks them, too, and P is not to blame: it stays connected."""
+    prompt = prompt_of(100, 4)
+    for node in (nodes.decode, nodes.strict):
+        recomputed = node.counter("handoff_recomputes")
+        with RouterClient(node.address) as client:
+            nodes.proxy.before_prefill = refuse(pb.Failure.NEEDS_IMAGES)
+            failure = client.generate(prompt, greedy(4), nodes.main, cache_salt="images").failure
+            assert failure is not None
+            assert failure.code == pb.Failure.NEEDS_IMAGES
+            assert "refused by the test" in failure.message
+            assert client.generate(prompt, greedy(4), nodes.main, cache_salt="images").tokens
+        assert node.counter("handoff_recomputes") == recomputed
+        assert len(node.describe().connected_peers) == 2
+
+
 def test_an_unconfirmed_read_is_not_used(nodes: Nodes) -> None:
     prompt = prompt_of(100, 4)
     with RouterClient(nodes.decode.address) as client:
