@@ -70,7 +70,7 @@ HOSTILE: dict[str, tuple[list[pb.ImagePiece], str]] = {
     "too many pixels": (pieces_of(SMALL.header(height=1 << 12, width=1 << 12)), "takes 1048576 at most"),
     "too few bytes": (pieces_of(SMALL.header(), SMALL.pixels[:-1]), "ended after 287 bytes of pixels"),
     "too many bytes": (pieces_of(SMALL.header(), SMALL.pixels, b"x"), "289 bytes of pixels have arrived"),
-    "endless bytes": (pieces_of(SMALL.header(), *[bytes(PIECE)] * 40), "262144 bytes of pixels have arrived"),
+    "far too many bytes": (pieces_of(SMALL.header(), *[bytes(PIECE)] * 8), "262144 bytes of pixels have arrived"),
     "large piece": (pieces_of(LARGE.header(), LARGE.pixels), "data has 480000 bytes, the limit is 262144"),
     "header only": (pieces_of(SMALL.header()), "ended after 0 bytes of pixels"),
 }
@@ -198,6 +198,8 @@ def test_an_image_that_never_fits_is_refused_for_good(checkpoint: Path) -> None:
 
 
 def test_a_stream_without_end_is_refused_before_its_end(checkpoint: Path) -> None:
+    """gRPC may report the write that fails then, in place of the status."""
+
     async def scenario(node: ImageNode) -> None:
         async def pieces() -> AsyncIterator[pb.ImagePiece]:
             for piece in pieces_of(SMALL.header(digest=b"short")):
