@@ -11,7 +11,7 @@ import msgspec
 from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.stored_head import has_other_head
 from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
-from pdserve.errors import shown
+from pdserve.errors import CheckpointError, shown
 from pdserve.kv.groups import KVCacheGroups, cut_into_groups
 from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
 from pdserve.kv.states import GatedDeltaSpec
@@ -90,7 +90,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens
     num_draft_layers: int = 0  # draft layers that are loaded: the first next-token layers, or a draft head
     draft_head: Eagle3Config | None = None  # EAGLE-3 head in a separate checkpoint; None: no head
-    vision: VisionConfig | None = None  # tower of the multimodal checkpoint; None: it has none that is native
+    vision: VisionConfig | None = None  # native tower of the multimodal checkpoint; None: none that can be used
     multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
@@ -185,13 +185,15 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     fields = ConfigFields(model_dir / "config.json")
     if embeds:
         _add_unused_head(fields)
-    vision = read_vision(fields)
+    vision = _usable_vision(fields)
     multimodal = take_text_part(fields, native=impl != TRANSFORMERS)
     architecture = _architecture(fields, impl)
     if impl == TRANSFORMERS or architecture not in FAMILIES:
         return _any_decoder(model_dir, fields, architecture, multimodal)
     model = _native_decoder(model_dir, fields, architecture, multimodal, embeds)
-    return msgspec.structs.replace(model, vision=_native_vision(fields, vision, model))
+    if model.rope.rope_type == "dynamic":  # its rotary embeddings depend on the length of a sequence
+        return model
+    return msgspec.structs.replace(model, vision=vision)
 
 
 def _native_decoder(
@@ -266,15 +268,15 @@ def _key_value_heads(fields: ConfigFields, num_heads: int, latent: LatentConfig 
     return num_kv_heads, head_dim
 
 
-def _native_vision(fields: ConfigFields, vision: VisionConfig | None, model: ModelConfig) -> VisionConfig | None:
-    """Return the tower of a native text model; None if rotary embeddings depend on the length of a sequence."""
-    if vision is None or model.rope.rope_type == "dynamic":
+def _usable_vision(fields: ConfigFields) -> VisionConfig | None:
+    """Return the tower of a whole multimodal config; None if it has no native one, or one that cannot be used.
+
+    Nodes serve the text model only, so a fault of the tower refuses nothing. ``read_vision`` raises the reason.
+    """
+    try:
+        return read_vision(fields)
+    except CheckpointError:
         return None
-    if vision.image_token_id >= model.vocab_size:
-        raise fields.error(
-            f"has image_token_id = {vision.image_token_id}, but a vocabulary of {model.vocab_size} tokens. {REMEDY}"
-        )
-    return vision
 
 
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:

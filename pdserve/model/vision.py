@@ -16,6 +16,8 @@ import msgspec
 
 from pdserve.errors import shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.from_transformers.library_configs import library_defaults
+from pdserve.model.text_part import text_kind
 
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 CHANNELS = 3  # red, green, blue
@@ -82,12 +84,16 @@ _MOST_SECTIONS = 4096
 
 
 def read_vision(fields: ConfigFields) -> VisionConfig | None:
-    """Read the tower of a whole multimodal config; None if its kind has no native one. Raises CheckpointError."""
+    """Read the tower of a whole multimodal config; None if its kind has no native one.
+
+    Raises CheckpointError for a tower that cannot be used; the text model can be served nevertheless.
+    """
     kind = _KINDS.get(str(fields.get("model_type")))
     if kind is None or not isinstance(fields.get("vision_config"), dict) or not fields.get("text_config"):
         return None
     part = fields.part("vision_config")
     text = fields.part("text_config")
+    text.defaults = library_defaults(text_kind(fields.values))
     vision = VisionConfig(
         depth=part.integer("depth", 27),
         hidden_size=part.integer("hidden_size", 1152),
@@ -105,6 +111,11 @@ def read_vision(fields: ConfigFields) -> VisionConfig | None:
         image_token_id=fields.integer("image_token_id", kind.image_token_id, least=0),
     )
     _check(part, text, vision)
+    vocab_size = text.integer("vocab_size", vision.image_token_id + 1)
+    if vision.image_token_id >= vocab_size:
+        raise fields.error(
+            f"has image_token_id = {vision.image_token_id}, but a vocabulary of {vocab_size} tokens. {REMEDY}"
+        )
     return vision
 
 

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.errors import CheckpointError
+from pdserve.model.config_fields import ConfigFields
 from pdserve.model.image_processor import read_image_processor, smart_size
 from pdserve.model.model_config import load_model_config
-from pdserve.model.vision import VisionConfig
+from pdserve.model.vision import VisionConfig, read_vision
 from runner.loading.tower_weights import fill_tower, load_tower
 from runner.models.vision.tower import VisionTower
 from runner.placement import TensorPlacement
@@ -146,23 +147,47 @@ def placement_of(dtype: torch.dtype) -> TensorPlacement:
     return TensorPlacement(CPU.device, dtype, dtype)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"hidden_size": 36, "num_heads": 2}, "vision_config has hidden_size 36 and 2 heads"),
-        ({"num_position_embeddings": 60}, "num_position_embeddings = 60; it must be the square"),
-        ({"out_hidden_size": 32}, "out_hidden_size = 32, but text_config has 64"),
-        ({"hidden_act": "relu"}, "hidden_act 'relu'; supported are gelu_pytorch_tanh"),
-        ({"depth": 0}, "depth = 0; it must be a whole number from 1"),
-        ({"in_channels": 1}, "in_channels = 1; supported is 3"),
-    ],
-)
+#: Changes of config.json that no tower here can follow, and words of the error.
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"vision_config": {"hidden_size": 36, "num_heads": 2}}, "vision_config has hidden_size 36 and 2 heads"),
+    ({"vision_config": {"num_position_embeddings": 60}}, "num_position_embeddings = 60; it must be the square"),
+    ({"vision_config": {"out_hidden_size": 32}}, "out_hidden_size = 32, but text_config has 64"),
+    ({"vision_config": {"hidden_act": "relu"}}, "hidden_act 'relu'; supported are gelu_pytorch_tanh"),
+    ({"vision_config": {"depth": 0}}, "depth = 0; it must be a whole number from 1"),
+    ({"vision_config": {"in_channels": 1}}, "in_channels = 1; supported is 3"),
+    ({"image_token_id": 512}, "image_token_id = 512, but a vocabulary of 512 tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), UNUSABLE)
 def test_towers_that_are_not_supported_are_refused_by_name(
     change: dict[str, Any], words: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     _write_config(checkpoint, tmp_path, change)
     with pytest.raises(CheckpointError, match=words):
-        load_model_config(tmp_path)
+        read_vision(ConfigFields(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("change", [change for change, _ in UNUSABLE])
+def test_text_model_beside_an_unusable_tower_loads(change: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    _write_config(checkpoint, tmp_path, {})
+    usable = load_model_config(tmp_path)
+    assert usable.vision is not None
+    _write_config(checkpoint, tmp_path, change)
+    assert load_model_config(tmp_path) == msgspec.structs.replace(usable, vision=None)
+
+
+def test_image_token_must_be_in_a_vocabulary_that_the_file_leaves_out(tmp_path: Path) -> None:
+    """The library's class has 151,936 tokens."""
+    checkpoint = make_image_checkpoint(tmp_path / "whole", "qwen3_vl")
+    config = msgspec.json.decode((checkpoint / "config.json").read_bytes())
+    del config["text_config"]["vocab_size"]
+    (checkpoint / "config.json").write_bytes(msgspec.json.encode(config))
+    _write_config(checkpoint, tmp_path, {"image_token_id": 151935})
+    assert read_vision(ConfigFields(tmp_path / "config.json")) is not None
+    _write_config(checkpoint, tmp_path, {"image_token_id": 151936})
+    with pytest.raises(CheckpointError, match="a vocabulary of 151936 tokens"):
+        read_vision(ConfigFields(tmp_path / "config.json"))
 
 
 @pytest.mark.parametrize(("layers", "words"), [
@@ -172,12 +197,14 @@ def test_towers_that_are_not_supported_are_refused_by_name(
 ])  # fmt: skip
 def test_deepstack_layers_must_exist(layers: list[int], words: str, tmp_path: Path) -> None:
     checkpoint = make_image_checkpoint(tmp_path / "whole", "qwen3_vl")
-    _write_config(checkpoint, tmp_path, {"deepstack_visual_indexes": layers})
+    _write_config(checkpoint, tmp_path, {"vision_config": {"deepstack_visual_indexes": layers}})
     with pytest.raises(CheckpointError, match=words):
-        load_model_config(tmp_path)
+        read_vision(ConfigFields(tmp_path / "config.json"))
 
 
 def _write_config(checkpoint: Path, target: Path, change: dict[str, Any]) -> None:
+    """Write the checkpoint's config.json with other fields; of objects only those in ``change`` differ."""
     config = msgspec.json.decode((checkpoint / "config.json").read_bytes())
-    config["vision_config"] |= change
+    for name, value in change.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
     (target / "config.json").write_bytes(msgspec.json.encode(config))
