@@ -69,6 +69,7 @@ def lose_shard(directory: Path) -> None:
 
 
 TEMPLATE = "chat_template.jinja"
+UNKNOWN_NORMALIZER = change_json("tokenizer.json", normalizer={"type": "x"})
 starts = pytest.mark.slow  # nodes must start before the fault shows
 
 CASES = [
@@ -77,6 +78,7 @@ CASES = [
     pytest.param(remove(WEIGHTS), [], "checkpoint", "no *.safetensors", id="no weights"),
     pytest.param(remove("config.json"), [], "checkpoint", "config.json", id="no config"),
     pytest.param(write("config.json", "{"), [], "checkpoint", "config.json", id="broken config"),
+    pytest.param(write("tokenizer.json", "{}"), [], "checkpoint", "tokenizer.json", id="no end token"),
     pytest.param(change_header(b"BF16", b"I999"), [], "checkpoint", "I999", id="unknown dtype"),
     pytest.param(
         change_json("config.json", quantization_config={"quant_method": "x"}), [], "checkpoint", "x", id="format"
@@ -91,7 +93,7 @@ CASES = [
     pytest.param(change_json("config.json", intermediate_size=100), [], "tensors", "shape", marks=starts, id="shape"),
     pytest.param(NOTHING, ["--kv-cache-memory", "100T"], "memory", "free on cpu", marks=starts, id="large memory"),
     pytest.param(remove("tokenizer.json"), [], "tokenizer", "tokenizer.json", marks=starts, id="no tokenizer"),
-    pytest.param(write("tokenizer.json", "{}"), [], "tokenizer", "tokenizer.json", marks=starts, id="broken tokenizer"),
+    pytest.param(UNKNOWN_NORMALIZER, [], "tokenizer", "tokenizer.json", marks=starts, id="broken tokenizer"),
     pytest.param(write(TEMPLATE, "{% if"), [], "tokenizer", "template", marks=starts, id="broken template"),
     pytest.param(write("generation_config.json", "["), [], "checkpoint", "generation_config.json", id="defaults"),
 ]
