@@ -10,7 +10,7 @@ from cli.plan.workload import SAMPLES
 from pdserve.config.node_options import KV_CACHE_DTYPES, MOST_TARGET
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.flags.value_types import positive_int
-from pdserve.request_cost import TTFT_OBJECTIVE
+from pdserve.request_cost import AUTO_ITL_STEPS, TTFT_OBJECTIVE
 
 
 def make_parser() -> CommandParser:
@@ -33,7 +33,10 @@ def make_parser() -> CommandParser:
         "--network", type=_positive, metavar="GB/S", help="10^9 bytes/s into or out of a node (default: as measured)"
     )
     nodes.add_argument(
-        "--itl-target", type=_target, metavar="MS", help="the nodes' --itl-target (default auto: 9 decode steps)"
+        "--itl-target",
+        type=_target,
+        metavar="MS",
+        help=f"the nodes' --itl-target (default auto: {AUTO_ITL_STEPS:g} decode steps)",
     )
     nodes.add_argument(
         "--ttft-target",
@@ -86,7 +89,7 @@ def _sample(text: str) -> int:
 
 
 def _target(text: str) -> float:
-    """Return milliseconds of a target in seconds."""
+    """Convert milliseconds to seconds."""
     try:
         value = float(text)
     except ValueError:
