@@ -65,15 +65,8 @@ QWEN3_CODER = CallTags(
     end="</tool_call>",
     line_around_values=True,
 )
-SEED_OSS = CallTags(
-    begin="<seed:tool_call>",
-    function="<function=",
-    function_end=">",
-    key="<parameter=",
-    key_end=">",
-    value_end="</parameter>",
-    call_end="</function>",
-    end="</seed:tool_call>",
+SEED_OSS = msgspec.structs.replace(
+    QWEN3_CODER, begin="<seed:tool_call>", end="</seed:tool_call>", line_around_values=False
 )
 GLM45 = CallTags(
     begin="<tool_call>",
