@@ -95,10 +95,11 @@ def parse_load(text: str, args: argparse.Namespace) -> Load:
     match = LOAD.fullmatch(text)
     if match is None or not 0 < float(match[1]) <= 1e6 or (not match[2] and "." in match[1]):
         raise ConfigError(f"--loads {shown(text)} is invalid; use RATE/s[:IN:OUT] or COUNT[:IN:OUT]")
-    rate, count = (float(match[1]), 0) if match[2] else (math.inf, int(match[1]))
+    rate = float(match[1]) if match[2] else math.inf
+    count = max(2, round(rate * args.seconds)) if match[2] else int(match[1])
     means = (match[3], match[4]) if match[3] else (("2000", "200") if match[2] else ("512", "256"))
     lengths = f"mean={means[0]},sigma={SIGMA}", f"mean={means[1]},sigma={SIGMA}"
-    return random_load(args, rate, count or max(2, round(rate * args.seconds)), text, lengths)
+    return random_load(args, rate, count, text, lengths)
 
 
 def parse_system(text: str, max_model_len: int) -> tuple[str, str]:

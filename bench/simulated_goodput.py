@@ -60,7 +60,8 @@ def roles_of(fleet: str, nodes: int) -> list[str]:
 def run(fleet: str, nodes: int, jobs: list[Job], card: Card, delays: Delays, ttft_target: float) -> Results:
     in_turn = fleet == "turn"
     roles = ["decode"] * nodes if in_turn else roles_of(fleet, nodes)
-    policy, find_moves = (round_robin, no_moves) if in_turn else (prefix_aware, moves)
+    policy = round_robin if in_turn else prefix_aware
+    find_moves = no_moves if in_turn else moves
     simulation = Simulation(roles, policy, find_moves, card=card, delays=delays, ttft_target=ttft_target)
     simulation.run(jobs)
     decoded = [job for job in jobs if job.output > 1]
