@@ -46,7 +46,7 @@ Images = tuple[ImageSpan, ...]
 
 
 class ImageMode(StrEnum):
-    """What a node does with the images of a prompt."""
+    """A node's treatment of images in prompts."""
 
     NONE = "none"  # refuses them
     POSITIONS = "positions"  # continues a prompt that a peer has computed

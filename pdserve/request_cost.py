@@ -132,8 +132,8 @@ def out_of_range(load: RequestLoad, costs: StepCosts) -> OutOfRange | None:
     prompt = costs.prompt
     decode = costs.decode
     read = costs.read
-    of_costs = prompt.base, prompt.slope, decode.base, decode.slope, read.base, read.slope
-    seconds = *of_costs, load.itl_target, load.ttft_target
+    cost_terms = prompt.base, prompt.slope, decode.base, decode.slope, read.base, read.slope
+    seconds = *cost_terms, load.itl_target, load.ttft_target
     for index, value in enumerate(seconds):
         if not 0.0 <= value <= MOST_SECONDS:
             return OutOfRange(_NAMES[index], value, MOST_SECONDS)

@@ -103,7 +103,7 @@ _TOKEN = (1).to_bytes(4, "little")  # every output token
 
 
 class Usage(NamedTuple):
-    """What a node has done since its start."""
+    """Totals of a node since its start."""
 
     steps: float  # seconds in which a step executed
     decodes: float  # seconds of steps, times the sequences that they decoded
@@ -111,7 +111,7 @@ class Usage(NamedTuple):
 
 
 class SimulatedNode:
-    """``target`` is the ITL target in seconds, None: automatic, 0: none; ``ttft_target`` likewise, without None."""
+    """``target``: ITL target in seconds; None: automatic, 0: none. ``ttft_target``: TTFT target in seconds; 0: none."""
 
     def __init__(
         self,

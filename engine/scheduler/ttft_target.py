@@ -77,11 +77,11 @@ class TtftTarget:
             target=step.seconds if step else 0.0,
         )
         prompts = [new[index] for index in self._in_turn(chosen)]
-        left = set(running).union(urgent)
+        not_waiting = set(running)
         return PromptOrder(
             chosen.seconds,
             {prompt: rank for rank, prompt in enumerate(prompts)},
-            tuple(islice((prompt for prompt in prompts if prompt not in left), MOST_ORDERED)),
+            tuple(islice((prompt for prompt in prompts if prompt not in not_waiting), MOST_ORDERED)),
         )
 
     def _in_turn(self, chosen: StepPace) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Kind(NamedTuple):
-    """What transformers' config classes of a kind of model have, where config.json is silent."""
+    """Defaults of transformers' config classes for fields that config.json leaves out."""
 
     deepstack: tuple[int, ...] | None  # None: the tower has none, whatever the file says
     rope_sections: tuple[int, int, int]

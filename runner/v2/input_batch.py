@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 class StepState(NamedTuple, Generic[Item]):
-    """What a step sends to the device about its sequences: each item is an int32 array, or its word offset there.
+    """State of a step's sequences for the device: each item is an int32 array, or its offset in the words sent.
 
     A sequence without samples has -1 in ``sample_of_row``, a decode with drafts has HAS_DRAFTS.
     """

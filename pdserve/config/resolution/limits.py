@@ -60,9 +60,9 @@ def choose_max_num_seqs(
 
 
 def _sequences_in(options: NodeOptions, memory: int, unit: RankKV) -> int:
-    """Return the sequences of ``SEQUENCE_TOKENS`` in a rank's memory; with recurrent states, of two slots each.
+    """Return how many sequences a rank's memory holds: by blocks for ``SEQUENCE_TOKENS`` each, or by two slots each.
 
-    Slots are divided from KV for longer sequences, so they are the lesser.
+    With recurrent states the slots are the limit: ``choose_slots`` assumes longer sequences, of ``TYPICAL_TOKENS``.
     """
     layout, states = unit
     if states is not None:

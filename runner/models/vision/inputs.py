@@ -1,4 +1,4 @@
-"""What images add to the inputs of a decoder, and what a decoder without images has in its place.
+"""Inputs that images add to a decoder, and the null object of a decoder without images.
 
 offsets      position - index of the tokens of a step, equal on all axes; at a fixed address, for CUDA graphs
 begin, end   rows of images, and positions that differ by axis, of one eager step
@@ -32,7 +32,7 @@ NO_IMAGE_INPUTS = NoImageInputs()
 
 
 class ImageInputs(NoImageInputs):
-    """``offsets`` of padded rows and of text are 0: whoever writes others there, zeroes them after the step."""
+    """``offsets`` are 0 for text and padded rows. The caller that writes other values zeroes them after the step."""
 
     def __init__(self, config: VisionConfig, max_batch_tokens: int, placement: TensorPlacement) -> None:
         self.offsets = torch.zeros(max_batch_tokens, dtype=torch.int64, device=placement.device)
