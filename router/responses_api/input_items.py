@@ -134,7 +134,7 @@ def input_chat(items: list[Item], instructions: str | None) -> InputChat:
         raise RequestError("input is empty; give a text or at least one item", "input")
     if len(items) > MAX_INPUT_ITEMS:
         raise RequestError(f"the input has {len(items)} items; the limit is {MAX_INPUT_ITEMS}, send fewer", "input")
-    _check_newest_turn(items)
+    _check_newest_message(items)
     chat = InputChat()
     chat.add_instructions(instructions or "")
     for index, item in enumerate(items):
@@ -144,10 +144,11 @@ def input_chat(items: list[Item], instructions: str | None) -> InputChat:
     return chat
 
 
-def _check_newest_turn(items: list[Item]) -> None:
-    """Raise RequestError for an image in the messages at the end, which the model cannot see.
+def _check_newest_message(items: list[Item]) -> None:
+    """Raise RequestError for an image in the newest message of the user or after it, which the model cannot see.
 
-    In earlier turns, also of a conversation that is to be compacted, and in tool results the model reads a placeholder.
+    In earlier messages, also of a conversation that is to be compacted, and in tool results the model reads a
+    placeholder. Thus a client whose history keeps a refused image continues with the next message.
     """
     if items[-1].get("content") == PROMPT:
         return
@@ -163,6 +164,8 @@ def _check_newest_turn(items: list[Item]) -> None:
             if _is_image(part):
                 at = f"input[{index}].content[{number}]"
                 raise RequestError(f"{at} is an image; the model reads text only: leave it out", at)
+        if item.get("role") == "user":
+            return
 
 
 def _is_image(part: Any) -> bool:

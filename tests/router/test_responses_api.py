@@ -281,7 +281,8 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         ({"input": "a" * 1_000_000}, "input"),
         ({"instructions": "a", "input": [{"role": "user", "content": [AUDIO]}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, IMAGE]}]}, "input[0].content[1]"),
-        ({"input": [{"role": "user", "content": [IMAGE]}, {"role": "user", "content": "a"}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": "a"}, {"role": "user", "content": [IMAGE]}]}, "input[1].content[0]"),
+        ({"input": [{"role": "user", "content": [IMAGE]}, {"role": "system", "content": "a"}]}, "input[0].content[0]"),
         ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format"),
     ],
 )
@@ -289,6 +290,17 @@ def test_errors_name_fields_of_the_body(reading_router: RouterProcess, body: dic
     error = httpx.post(f"{reading_router.url}/v1/responses", json=body, trust_env=False).json()["error"]
     assert error["param"] == param
     assert not re.search(r"\bmessages\b|\bmax_tokens\b", error["message"])
+
+
+def test_history_with_a_refused_image_takes_the_next_message() -> None:
+    """Codex keeps a refused message, and sends it with each later one."""
+    refused = {"role": "user", "content": [{"type": "input_text", "text": "What is it?"}, IMAGE]}
+    with pytest.raises(RequestError, match=r"input\[0\].content\[1\] is an image"):
+        parse_responses(json.dumps({"input": [refused]}).encode())
+    body = parse_responses(json.dumps({"input": [refused, {"role": "user", "content": "Go on."}]}).encode())
+    seen = "What is it?\n[an image, which this model cannot see]\nGo on."
+    assert body.messages == [{"role": "user", "content": seen}]
+    assert body.warnings == ["the model reads text only: 1 images are placeholders"]
 
 
 def test_compacted_conversation_continues(
