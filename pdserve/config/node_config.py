@@ -13,6 +13,7 @@ from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.images import ImageInput, ImageMode
 from pdserve.kv.layout import UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.kv.states import StateLayout, StateShare
+from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import PoolingConfig
 from pdserve.weights.change import FileStates
@@ -67,6 +68,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_drafts: int = 0  # most drafts of a decode in one step
     images: ImageMode = ImageMode.NONE
     image_input: ImageInput | None = None  # None: images are refused
+    image_processor: ImageProcessor | None = None  # set if ``images`` is TOWER
+    image_cache: int = 0  # bytes of embeddings on each device of the first stage; at least those of the largest image
+    image_token_bytes: int = 0  # embeddings of a token of an image, with what joins later layers
+    image_token_cost: float = 0.0  # work of encoding a token of an image, in tokens of a prompt
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
