@@ -25,7 +25,9 @@ from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
+from runner.image_encoding import ImageEncoding
 from runner.memory.kv_memory import layouts_that_fit
+from runner.models.vision.inputs import ImageInputs
 from runner.pending_step import FinishedStep, step_without_samples
 from runner.pinned_memory import reserve_pinned_memory
 from runner.pooling import PromptPooling
@@ -154,6 +156,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     def change_weights(self, change: WeightChange) -> None:
         self._changer.apply(change)
+        for feature in self._features:
+            feature.weights_changed()
 
     @property
     def has_weights(self) -> bool:
@@ -239,11 +243,13 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         )
         self._drafter: Drafter | None = None
         if self._is_last_stage and config.model.num_draft_layers:
-            self._drafter = Drafter(self._model.decoder, self._attention, layout.kernel_block_size)
+            self._drafter = Drafter(self._model.decoder, self._model.images, self._attention, layout.kernel_block_size)
         self._digests = BlockDigests(self._cache, self._states)
         # Digests are those of slots as they are behind the step's copies.
         copies = [] if self._states is None else [StateSlotCopies(self._states)]
         shared: list[StepFeature[Any]] = [*copies, self._digests]
+        if isinstance(self._model.images, ImageInputs):
+            shared.append(ImageEncoding(config, self._model.images, self._model.tower, self._model.placement))
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))
             if config.pooling is not None:

@@ -8,6 +8,7 @@ from pdserve.config.device import free_memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import weight_bytes
 from pdserve.errors import CapacityError
+from pdserve.kv.layout import DTYPE_BYTES
 
 _X86 = "x86_64"
 
@@ -29,12 +30,12 @@ def check_memory(config: NodeConfig) -> str:
 def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
     """Describe the memory of a rank. Raises CapacityError unless its weights and KV cache fit in ``free`` bytes.
 
-    ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The KV cache counts with the
-    recurrent states; a measured KV cache takes the rest of the memory later.
+    ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The weights count with
+    ``image_memory``, the KV cache with the recurrent states; a measured KV cache takes the rest of the memory later.
     """
     device = f"cuda:{config.device.index}" if config.device.kind == "cuda" else config.device.kind
     layouts = () if config.measure_kv_memory else (config.kv_layout, config.state_layout)
-    weights = weight_bytes(config.model, config.position, dtype)
+    weights = weight_bytes(config.model, config.position, dtype) + image_memory(config)
     cache = sum(layout.total_bytes for layout in layouts if layout is not None)
     if free is not None and weights + cache > free:
         raise CapacityError(
@@ -43,6 +44,14 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
         )
     rest = "a KV cache of what is left" if config.measure_kv_memory else f"KV cache {_gib(cache)}"
     return f"weights {_gib(weights)}, {rest}; {'unknown' if free is None else _gib(free)} free on {device}"
+
+
+def image_memory(config: NodeConfig) -> int:
+    """Return the bytes of a rank's vision tower and of the embeddings of images; 0 if it encodes none."""
+    vision = config.model.vision
+    if vision is None or not config.has_tower:
+        return 0
+    return vision.num_weights * DTYPE_BYTES[config.dtype] + config.image_cache
 
 
 def _gib(num_bytes: int) -> str:

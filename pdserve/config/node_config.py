@@ -67,6 +67,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_digest: str = ""  # digest of the draft head's weights; empty until known
     max_drafts: int = 0  # most drafts of a decode in one step
     images: ImageMode = ImageMode.NONE
+    image_problem: str = ""  # why images are refused; empty also for a checkpoint without a vision tower
     image_input: ImageInput | None = None  # None: images are refused
     image_processor: ImageProcessor | None = None  # set if ``images`` is TOWER
     image_cache: int = 0  # bytes of embeddings on each device of the first stage; at least those of the largest image
@@ -81,6 +82,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def position(self) -> RankPosition:
         return self.parallel.position(self.rank)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether this rank encodes images: all shards of the first stage do."""
+        return self.images is ImageMode.TOWER and self.position.is_first and not self.options.simulated
 
     @property
     def share(self) -> KVShare:

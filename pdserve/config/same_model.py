@@ -14,6 +14,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.quantized_layers import quantized_at_load
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.layout import UNSCALED
+from pdserve.model.image_processor import read_image_processor
 from pdserve.model.model_config import MAY_DIFFER, load_model_config
 from pdserve.model.pooling import EMBED
 from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, UNQUANTIZED
@@ -32,7 +33,7 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     """Raise CheckpointError with the first field in which another checkpoint's configuration differs."""
     embeds = config.pooling is not None and config.pooling.task == EMBED
     mine = config.model
-    other = load_model_config(model_dir, mine.impl, embeds=embeds)
+    other = load_model_config(model_dir, mine.impl, embeds=embeds, reads_vision=mine.vision is not None)
     if mine.weight_format == FP8_AT_LOAD and other.weight_format == UNQUANTIZED:
         other = quantized_at_load(other, "fp8")
     other = other.with_draft_layers(mine.num_draft_layers, mine.draft_head)
@@ -40,6 +41,20 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
         raise CheckpointError(
             f"{model_dir} has {name} {shown(theirs)}, this node has {shown(ours)}; only weights of the same model can "
             "be reloaded. Start the node again with this checkpoint"
+        )
+
+
+    _check_image_processor(config, model_dir)
+
+
+def _check_image_processor(config: NodeConfig, model_dir: Path) -> None:
+    """Raise CheckpointError for another image processor. A checkpoint without one keeps the node's."""
+    if config.image_input is None or config.model.vision is None:
+        return
+    processor = read_image_processor(model_dir, config.model.vision)
+    if processor is not None and processor.fingerprint != config.image_input.fingerprint:
+        raise CheckpointError(
+            f"{model_dir} has another image processor than this node; start the node again with this checkpoint"
         )
 
 

@@ -175,17 +175,19 @@ _NEXTN = (  # the first name in a config counts
 )
 
 
-def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = False) -> ModelConfig:
+def load_model_config(
+    model_dir: Path, impl: str = "auto", *, embeds: bool = False, reads_vision: bool = True
+) -> ModelConfig:
     """Read ``config.json`` (the format of transformers 4 or 5) and, for EOS, generation_config.json and the tokenizer.
 
     ``impl`` is one of ``MODEL_IMPLS``; auto is native for the families in ``FAMILIES``. A model that only ``embeds``
-    may be saved without the head: its architecture is then named "…Model". Raises CheckpointError for anything that
-    is missing, broken or not supported.
+    may be saved without the head: its architecture is then named "…Model". Without ``reads_vision`` the tower counts as
+    not native. Raises CheckpointError for anything that is missing, broken or not supported.
     """
     fields = ConfigFields(model_dir / "config.json")
     if embeds:
         _add_unused_head(fields)
-    vision = read_vision(fields)
+    vision = read_vision(fields) if reads_vision else None
     multimodal = take_text_part(fields, native=impl != TRANSFORMERS)
     architecture = _architecture(fields, impl)
     if impl == TRANSFORMERS or architecture not in FAMILIES:

@@ -13,10 +13,19 @@ from itertools import islice
 
 import torch
 
+from pdserve.images import Images
 from pdserve.kv.groups import NULL_BLOCK, first_block
 from pdserve.kv.states import NO_SLOT
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, ScheduledSequence, StepPlan
+from pdserve.records import (
+    EncodedImage,
+    NewBlocks,
+    NewSequence,
+    PromptLogprobs,
+    Sample,
+    ScheduledSequence,
+    StepPlan,
+)
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 
@@ -35,6 +44,7 @@ class Running:
     blocks: list[int] = field(default_factory=list)
     state_slot: int = NO_SLOT
     samples: list[Sample] = field(default_factory=list)  # samples of this choice
+    images: Images = ()
     others: list[list[Sample]] = field(default_factory=list)  # per step, all choices where several were drawn
 
     @property
@@ -54,17 +64,25 @@ class Stepper:
         random.Random(seed).shuffle(self.free_slots)
         self.live: dict[int, Running] = {}
         self.scored: dict[int, list[PromptLogprobs]] = {}  # by sequence
+        self.pixels: dict[bytes, EncodedImage] = {}  # by digest, of the images of all prompts
+        self.encoded: list[bytes] = []  # digests, in the order of encoding
+        self._embedded: set[bytes] = set()
         self._known: set[int] = set()
         self._finished: list[int] = []
         self._next = 0
         self._step = 0
 
     def add(
-        self, tokens: Sequence[int], sampling: SamplingParams = GREEDY, prompt_len: int | None = None, choice: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        prompt_len: int | None = None,
+        choice: int = 0,
+        images: Images = (),
     ) -> int:
         seq = self._next
         self._next += 1
-        self.live[seq] = Running(list(tokens), prompt_len or len(tokens), sampling, choice)
+        self.live[seq] = Running(list(tokens), prompt_len or len(tokens), sampling, choice, images=images)
         return seq
 
     def finish(self, seq: int) -> Running:
@@ -78,7 +96,7 @@ class Stepper:
     def preempt(self, seq: int) -> int:
         """Drop a sequence's KV and add its tokens as a new sequence; return the new number."""
         old = self.finish(seq)
-        new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice)
+        new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice, old.images)
         self.live[new].samples = old.samples
         return new
 
@@ -105,13 +123,17 @@ class Stepper:
                         sampling=sequence.sampling,
                         choice=sequence.choice,
                         state_slot=sequence.state_slot,
+                        images=sequence.images,
                     )
                 )
             elif blocks:
                 new_blocks.append(NewBlocks(seq, tuple(blocks)))
             scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0))
+        dropped, images = self._order_images(scheduled)
         plan = StepPlan(
             self._step,
+            dropped_images=dropped,
+            images=images,
             finished=tuple(self._finished),
             new=tuple(new),
             scheduled=tuple(scheduled),
@@ -135,6 +157,24 @@ class Stepper:
                 sequence.tokens.append(drawn[0].token_id)
                 sequence.samples.append(drawn[0])
                 sequence.others.append(drawn)
+
+    def _order_images(self, scheduled: list[ScheduledSequence]) -> tuple[tuple[bytes, ...], tuple[EncodedImage, ...]]:
+        """Return the images that no sequence needs any more, and those whose first token is computed now."""
+        needed: set[bytes] = set()
+        for sequence in self.live.values():
+            needed |= {span.digest for span in sequence.images if sequence.computed < span.end}
+        dropped = tuple(self._embedded - needed)
+        self._embedded &= needed
+        images = []
+        for item in scheduled:
+            sequence = self.live[item.seq]
+            for span in sequence.images:
+                starts = span.start < sequence.computed + item.num_tokens and sequence.computed < span.end
+                if starts and span.digest not in self._embedded:
+                    self._embedded.add(span.digest)
+                    self.encoded.append(span.digest)
+                    images.append(self.pixels[span.digest])
+        return dropped, tuple(images)
 
     def generate(
         self,
@@ -191,7 +231,7 @@ def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
     """
     sequence = source.live[seq]
     layout = target.runner.kv_layout
-    new = target.add(sequence.tokens, prompt_len=sequence.prompt_len)
+    new = target.add(sequence.tokens, prompt_len=sequence.prompt_len, images=sequence.images)
     target.live[new].computed = sequence.computed
     blocks = [NULL_BLOCK if block == NULL_BLOCK else target.free.pop() for block in sequence.blocks]
     target.live[new].blocks = blocks

@@ -1,0 +1,203 @@
+"""Runners encode the images of plans: prompts in chunks of any size have the library's tokens and log-probabilities.
+
+python -m pytest -m slow tests/runner/test_image_encoding.py     V2, in Triton's interpreter on CPUs
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from checkpoints import node_config
+from image_checkpoints import KINDS, ImageReference, make_image_checkpoint, random_image
+from PIL import Image
+from stepper import Stepper, copy_to
+
+import runner
+from pdserve.config.node_config import NodeConfig
+from pdserve.images import ImageMode, Images, image_digest
+from pdserve.model.image_processor import smart_size
+from pdserve.protocols import ModelRunner
+from pdserve.records import EncodedImage
+from pdserve.sampling_params import SamplingParams
+
+NUM_TOKENS = 5
+SCORED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=0, prompt_logprobs=0)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Prompt(msgspec.Struct):
+    """A conversation, the library's tokens after it, and the log-probabilities of all tokens but the first."""
+
+    ids: list[int]
+    spans: Images
+    pixels: list[EncodedImage]
+    tokens: list[int]
+    logprobs: torch.Tensor
+
+
+class Library:
+    """The library's model of a checkpoint, and prompts for ours."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.reference = ImageReference(checkpoint)
+        accepted = node_config(checkpoint, images="on").image_input
+        assert accepted is not None
+        self.accepted = accepted
+
+    def encoded(self, image: Image.Image) -> EncodedImage:
+        """Return the image as a router sends it."""
+        height, width = smart_size(self.accepted, image.height, image.width)
+        pixels = np.array(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)).tobytes()
+        return EncodedImage(image_digest(self.accepted.fingerprint, height, width, pixels), height, width, pixels)
+
+    def prompt(self, *parts: str | Image.Image) -> Prompt:
+        images = [part for part in parts if not isinstance(part, str)]
+        pixels = [self.encoded(image) for image in images]
+        ids, spans = self.reference.prompt(*parts)
+        spans = tuple(
+            msgspec.structs.replace(span, digest=image.digest) for span, image in zip(spans, pixels, strict=True)
+        )
+        tokens = self.reference.greedy(ids, images, NUM_TOKENS)
+        logprobs = self.reference.logits([*ids, *tokens], images).log_softmax(dim=-1)[:-1]
+        logprobs = logprobs.gather(1, torch.tensor([*ids, *tokens])[1:, None])[:, 0]
+        return Prompt(ids, spans, pixels, tokens, logprobs)
+
+    def conversation(self, number: int) -> Prompt:
+        """Return a random conversation with up to four images of random sizes."""
+        numbers = random.Random(number)
+        parts: list[str | Image.Image] = []
+        for index in range(numbers.randrange(5)):
+            parts += ["x" * numbers.randrange(12), random_image(*_size(numbers), seed=10 * number + index)]
+        return self.prompt(*parts, "so " * numbers.randrange(1, 6))
+
+
+def _size(numbers: random.Random) -> tuple[int, int]:
+    return numbers.choice(((64, 64), (96, 160), (33, 250), (250, 33), (128, 70)))
+
+
+def build(checkpoint: Path, version: str = "V1", graphs: bool = False, **options: Any) -> ModelRunner:
+    backend, device = ("triton", DEVICE) if version == "V2" else ("torch", "cpu")
+    options = {"max_model_len": 600, "num_blocks": 96, "max_num_seqs": 4, "max_batch_tokens": 1024, **options}
+    config = node_config(
+        checkpoint, runner=version, attention_backend=backend, device=device, **{"images": "on", **options}
+    )
+    return runner.build(msgspec.structs.replace(config, cuda_graphs=graphs), lambda stage, fraction: None)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(make_image_checkpoint(tmp_path_factory.mktemp("encoding") / request.param, request.param))
+
+
+@pytest.fixture(scope="module")
+def stepper(library: Library) -> Iterator[Stepper]:
+    built = build(library.checkpoint)
+    yield Stepper(built)
+    built.close()
+
+
+def run(stepper: Stepper, prompts: Sequence[Prompt], chunk: int) -> None:
+    """Run prompts together, and compare each with the library."""
+    seqs = [add(stepper, prompt) for prompt in prompts]
+    waiting = set(seqs)
+    while waiting:
+        stepper.step(chunk)
+        for seq in tuple(waiting):
+            if len(stepper.live[seq].output) == NUM_TOKENS:
+                prompt = prompts[seqs.index(seq)]
+                assert stepper.live[seq].output == prompt.tokens
+                tables = b"".join(part.table for part in stepper.scored[seq])
+                scored = [logprob for logprob, _ in struct.iter_unpack("<fi", tables)]
+                samples = [sample.logprobs for sample in stepper.live[seq].samples]
+                scored += [logprobs.logprob for logprobs in samples if logprobs is not None]
+                torch.testing.assert_close(torch.tensor(scored), prompt.logprobs, rtol=0, atol=3e-4)
+                stepper.finish(seq)
+                waiting.remove(seq)
+
+
+def add(stepper: Stepper, prompt: Prompt, sampling: SamplingParams = SCORED) -> int:
+    stepper.pixels |= {image.digest: image for image in prompt.pixels}
+    return stepper.add(prompt.ids, sampling, images=prompt.spans)
+
+
+@pytest.mark.parametrize("chunk", [1000, 37, 8])
+def test_conversations_are_the_library_s(library: Library, stepper: Stepper, chunk: int) -> None:
+    for first in range(0, 8, 4):
+        run(stepper, [library.conversation(number) for number in range(first, first + 4)], chunk)
+
+
+def test_an_image_of_two_prompts_is_encoded_once(library: Library, stepper: Stepper) -> None:
+    image = random_image(96, 96, seed=1)
+    other = random_image(96, 96, seed=2)
+    prompts = [library.prompt("a", image, "b", other), library.prompt("a longer beginning", image), library.prompt("some text")]
+    stepper.encoded.clear()
+    run(stepper, prompts, 6)
+    assert sorted(stepper.encoded) == sorted(image.digest for image in prompts[0].pixels)
+    run(stepper, prompts[:1], 1000)
+    assert len(stepper.encoded) == 4  # no prompt needed them in between
+
+
+def test_a_preempted_prompt_goes_on(library: Library, stepper: Stepper) -> None:
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    seq = add(stepper, prompt)
+    for steps in (1, 2, 6):
+        for _ in range(steps):
+            stepper.step(9)
+        seq = stepper.preempt(seq)
+    while len(stepper.live[seq].output) < NUM_TOKENS:
+        stepper.step(9)
+    assert stepper.finish(seq).output == prompt.tokens
+
+
+def test_a_prompt_with_a_computed_prefix_begins_amid_an_image(library: Library, stepper: Stepper) -> None:
+    """Its blocks come from another sequence, as a prefix hit's do."""
+    if node_config(library.checkpoint).state_layout is not None:
+        pytest.skip("recurrent states are snapshots at ends of blocks")
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(96, 128, seed=4), "!")
+    whole = add(stepper, prompt)
+    stepper.step()
+    for computed in (16, 32):
+        assert any(span.start < computed < span.end for span in prompt.spans)
+        seq = add(stepper, prompt)
+        running = stepper.live[seq]
+        running.computed = computed
+        running.blocks = [stepper.free.pop() for _ in range(computed // 16)]
+        cache = stepper.runner._cache.tensor.view(torch.uint8)  # type: ignore[attr-defined]
+        cache = cache.view(stepper.runner.kv_layout.num_blocks, -1)
+        for to, source in zip(running.blocks, stepper.live[whole].blocks, strict=False):
+            cache[to] = cache[source]
+        while len(running.output) < NUM_TOKENS:
+            stepper.step(1000)
+        assert stepper.finish(seq).output == prompt.tokens
+    stepper.finish(whole)
+
+
+def test_a_node_with_positions_only_continues_a_prompt(library: Library, stepper: Stepper) -> None:
+    if node_config(library.checkpoint).state_layout is not None:
+        pytest.skip("the harness copies no recurrent states")
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    config = node_config(library.checkpoint, images="auto", encodes=False, max_model_len=600)
+    assert config.images is ImageMode.POSITIONS
+    assert config.image_cache == 0
+    built = runner.build(msgspec.structs.replace(config, kv_layout=stepper.runner.kv_layout), lambda *_: None)
+    decoding = Stepper(built)
+    seq = add(stepper, prompt)
+    stepper.step()
+    continued = copy_to(decoding, stepper, seq)
+    stepper.finish(seq)
+    while len(decoding.live[continued].output) < NUM_TOKENS:
+        decoding.step()
+    assert decoding.finish(continued).output == prompt.tokens
+    add(decoding, prompt)
+    with pytest.raises(AssertionError, match=f"image {prompt.spans[0].digest.hex()}, which is not encoded"):
+        decoding.step()
+    built.close()
