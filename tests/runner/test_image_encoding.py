@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import node_config
-from image_checkpoints import KINDS, ImageReference, make_image_checkpoint, random_image
+from image_checkpoints import KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
 from PIL import Image
 from stepper import Stepper, copy_to
 
@@ -84,13 +84,16 @@ def _size(numbers: random.Random) -> tuple[int, int]:
     return numbers.choice(((64, 64), (96, 160), (33, 250), (250, 33), (128, 70)))
 
 
-def build(checkpoint: Path, version: str = "V1", graphs: bool = False, **options: Any) -> ModelRunner:
+def build(
+    checkpoint: Path, version: str = "V1", graphs: bool = False, max_drafts: int = 0, **options: Any
+) -> ModelRunner:
     backend, device = ("triton", DEVICE) if version == "V2" else ("torch", "cpu")
     options = {"max_model_len": 600, "num_blocks": 96, "max_num_seqs": 4, "max_batch_tokens": 1024, **options}
     config = node_config(
         checkpoint, runner=version, attention_backend=backend, device=device, **{"images": "on", **options}
     )
-    return runner.build(msgspec.structs.replace(config, cuda_graphs=graphs), lambda stage, fraction: None)
+    config = msgspec.structs.replace(config, cuda_graphs=graphs, max_drafts=max_drafts)
+    return runner.build(config, lambda stage, fraction: None)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -200,4 +203,79 @@ def test_a_node_with_positions_only_continues_a_prompt(library: Library, stepper
     add(decoding, prompt)
     with pytest.raises(AssertionError, match=f"image {prompt.spans[0].digest.hex()}, which is not encoded"):
         decoding.step()
+    built.close()
+
+
+def check_drafts(library: Library, stepper: Stepper) -> None:
+    """Right drafts behind images are accepted, wrong ones change nothing."""
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    seq = add(stepper, prompt)
+    stepper.step()
+    right = prompt.tokens
+    stepper.decode(seq, (right[1], right[2]))
+    assert stepper.live[seq].output == right[:4]
+    stepper.decode(seq, ((right[4] + 1) % 500, 7))
+    assert stepper.finish(seq).output == right
+
+
+def test_right_drafts_behind_images_are_accepted(library: Library) -> None:
+    built = build(library.checkpoint, max_drafts=2)
+    check_drafts(library, Stepper(built))
+    built.close()
+
+
+def made_drafts(library: Library, built: ModelRunner) -> list[tuple[int, ...]]:
+    """Return the drafts of the model's own layer behind each step of a prompt; the tokens are the library's."""
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    stepper = Stepper(built)
+    seq = add(stepper, prompt)
+    for _ in range(3):
+        stepper.step(20)
+    made: list[tuple[int, ...]] = []
+    while len(stepper.live[seq].output) < NUM_TOKENS:
+        made.append(stepper.decode(seq, made[-1] if made else (), drafts_ahead=2))
+    assert stepper.finish(seq).output[:NUM_TOKENS] == prompt.tokens
+    built.close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    checkpoint = make_image_checkpoint(tmp_path_factory.mktemp("drafting") / "model", "qwen3_5")
+    add_predictor(checkpoint)
+    return Library(checkpoint)
+
+
+def test_the_model_s_own_drafts_change_no_token(drafting: Library) -> None:
+    made = made_drafts(drafting, build(drafting.checkpoint, draft_layers=1, max_drafts=2))
+    assert all(len(drafts) == 2 for drafts in made)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_v2_drafts_behind_images_as_v1(drafting: Library, graphs: bool) -> None:
+    options: dict[str, Any] = {"max_drafts": 2, "max_num_seqs": 2, "num_blocks": 48, "max_batch_tokens": 64}
+    v2 = build(drafting.checkpoint, "V2", graphs, draft_layers=1, **options)
+    assert made_drafts(drafting, v2) == made_drafts(drafting, build(drafting.checkpoint, draft_layers=1, **options))
+    v2 = build(drafting.checkpoint, "V2", graphs, **options)
+    check_drafts(drafting, Stepper(v2))
+    v2.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_v2_has_the_library_s_tokens(library: Library, graphs: bool) -> None:
+    """Also with the padding of graphs, for steps of decodes beside a text prompt."""
+    built = build(library.checkpoint, "V2", graphs, max_num_seqs=3, num_blocks=48, max_batch_tokens=256)
+    prompts = [
+        library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"),
+        library.prompt("plain text"),
+        library.prompt(random_image(64, 64, seed=5), "?"),
+    ]
+    stepper = Stepper(built)
+    for chunk in (1000, 11):
+        run(stepper, prompts, chunk)
+    run(stepper, prompts[1:2], 1000)  # offsets of images are gone
     built.close()

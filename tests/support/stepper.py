@@ -18,6 +18,7 @@ from pdserve.kv.groups import NULL_BLOCK, first_block
 from pdserve.kv.states import NO_SLOT
 from pdserve.protocols import ModelRunner
 from pdserve.records import (
+    Drafts,
     EncodedImage,
     NewBlocks,
     NewSequence,
@@ -67,6 +68,7 @@ class Stepper:
         self.pixels: dict[bytes, EncodedImage] = {}  # by digest, of the images of all prompts
         self.encoded: list[bytes] = []  # digests, in the order of encoding
         self._embedded: set[bytes] = set()
+        self._yielded: dict[int, tuple[int, ...]] = {}  # tokens of the last decode with drafts
         self._known: set[int] = set()
         self._finished: list[int] = []
         self._next = 0
@@ -157,6 +159,27 @@ class Stepper:
                 sequence.tokens.append(drawn[0].token_id)
                 sequence.samples.append(drawn[0])
                 sequence.others.append(drawn)
+
+    def decode(self, seq: int, drafts: tuple[int, ...] = (), drafts_ahead: int = 0) -> tuple[int, ...]:
+        """Decode one sequence with ``drafts``; return those that the model makes for the next step."""
+        sequence = self.live[seq]
+        blocks = self._extend(sequence, len(sequence.tokens) + len(drafts) + drafts_ahead)
+        yielded = self._yielded.pop(seq, ())
+        plan = StepPlan(
+            self._step,
+            scheduled=(ScheduledSequence.decode(seq, len(drafts)),),
+            num_decodes=1,
+            new_blocks=(NewBlocks(seq, tuple(blocks)),) if blocks else (),
+            drafts=(Drafts(seq, drafts, yielded),) if drafts or yielded else (),
+            drafts_ahead=drafts_ahead,
+        )
+        self._step += 1
+        output = self.runner.launch(plan).result()
+        if drafts:
+            self._yielded[seq] = output.token_ids
+        sequence.tokens += output.token_ids
+        sequence.computed += len(output.token_ids)
+        return dict(output.drafts).get(seq, ())
 
     def _order_images(self, scheduled: list[ScheduledSequence]) -> tuple[tuple[bytes, ...], tuple[EncodedImage, ...]]:
         """Return the images that no sequence needs any more, and those whose first token is computed now."""
