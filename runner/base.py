@@ -21,11 +21,11 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend, import_early
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
+from runner.image_encoding import ImageEncoding
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
-from runner.image_encoding import ImageEncoding
 from runner.memory.kv_memory import layouts_that_fit
 from runner.models.vision.inputs import ImageInputs
 from runner.pending_step import FinishedStep, step_without_samples

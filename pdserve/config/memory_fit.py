@@ -7,8 +7,8 @@ import platform
 from pdserve.config.device import free_memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import weight_bytes
+from pdserve.config.resolution.images import tower_bytes
 from pdserve.errors import CapacityError
-from pdserve.kv.layout import DTYPE_BYTES
 
 _X86 = "x86_64"
 
@@ -48,10 +48,7 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
 
 def image_memory(config: NodeConfig) -> int:
     """Return the bytes of a rank's vision tower and of the embeddings of images; 0 if it encodes none."""
-    vision = config.model.vision
-    if vision is None or not config.has_tower:
-        return 0
-    return vision.num_weights * DTYPE_BYTES[config.dtype] + config.image_cache
+    return tower_bytes(config) + config.image_cache if config.has_tower else 0
 
 
 def _gib(num_bytes: int) -> str:

@@ -43,7 +43,6 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
             "be reloaded. Start the node again with this checkpoint"
         )
 
-
     _check_image_processor(config, model_dir)
 
 

@@ -21,7 +21,7 @@ from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.vision import CHANNELS, VisionConfig
 
 FILE = "preprocessor_config.json"
-NESTED = "processor_config.json"  # has the same fields below "image_processor", as transformers 5 writes them; it counts
+NESTED = "processor_config.json"  # may have these fields below "image_processor" (transformers 5); then they count
 MAX_ASPECT = 200  # longer side / shorter side, as in the library
 
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")

@@ -21,7 +21,6 @@ from PIL import Image
 from stepper import Stepper, copy_to
 
 import runner
-from pdserve.config.node_config import NodeConfig
 from pdserve.images import ImageMode, Images, image_digest
 from pdserve.model.image_processor import smart_size
 from pdserve.protocols import ModelRunner
@@ -141,7 +140,11 @@ def test_conversations_are_the_library_s(library: Library, stepper: Stepper, chu
 def test_an_image_of_two_prompts_is_encoded_once(library: Library, stepper: Stepper) -> None:
     image = random_image(96, 96, seed=1)
     other = random_image(96, 96, seed=2)
-    prompts = [library.prompt("a", image, "b", other), library.prompt("a longer beginning", image), library.prompt("some text")]
+    prompts = [
+        library.prompt("a", image, "b", other),
+        library.prompt("a longer beginning", image),
+        library.prompt("some text"),
+    ]
     stepper.encoded.clear()
     run(stepper, prompts, 6)
     assert sorted(stepper.encoded) == sorted(image.digest for image in prompts[0].pixels)

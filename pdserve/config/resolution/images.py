@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.node_options import AUTO, OFF, ON, NodeOptions
+from pdserve.config.node_options import OFF, ON, NodeOptions
 from pdserve.config.parallel import ParallelConfig, active_parameters
 from pdserve.config.resolution.resolved import Resolved
 from pdserve.errors import CheckpointError, ConfigError
@@ -118,22 +118,35 @@ def choose_images(
         reason = "prefill nodes encode images, this one continues their prompts"
         return Resolved(ImageSettings(mode=ImageMode.POSITIONS, accepted=accepted), reason, ImageMode.POSITIONS)
     settings = _with_tower(options, model, model.vision, processor, accepted, parallel, dtype)
-    return Resolved(settings, describe_sizes(settings), ImageMode.TOWER)
+    return Resolved(settings, "the checkpoint has a vision tower and an image processor", ImageMode.TOWER)
 
 
 def _refused(problem: str) -> Resolved[ImageSettings]:
     return Resolved(ImageSettings(problem=problem), problem and f"images are refused: {problem}", ImageMode.NONE)
 
 
-def describe_sizes(settings: ImageSettings) -> str:
-    """Describe the memory of a tower, and the tokens of images."""
-    assert settings.accepted is not None
+def describe_images(config: NodeConfig) -> str:
+    """Describe what a node does with images; empty for a checkpoint of a text model."""
+    accepted = config.image_input
+    if accepted is None:
+        return f"refused: {config.image_problem}" if config.image_problem else ""
     height, width = SCREEN
-    return (
-        f"a vision tower of {settings.tower_bytes / 2**20:.0f} MiB, {settings.cache / 2**20:.0f} MiB of embeddings "
-        f"({settings.cache // settings.token_bytes} tokens); {width} × {height} pixels are "
-        f"{token_count(settings.accepted, height, width)} tokens"
-    )
+    tokens = token_count(accepted, height, width)
+    most = largest_image(accepted, config.max_model_len)
+    sizes = f"{width} × {height} pixels are {tokens} tokens, the largest image {most}"
+    if config.images is ImageMode.POSITIONS:
+        return f"encoded by prefill nodes; {sizes}"
+    held = config.image_cache // config.image_token_bytes
+    cache = f"{config.image_cache / 2**20:.0f} MiB of embeddings ({held} tokens)"
+    return f"a vision tower of {tower_bytes(config) / 2**20:.0f} MiB, {cache}; {sizes}"
+
+
+def tower_bytes(config: NodeConfig) -> int:
+    """Return the bytes of the weights of a node's vision tower, on each device of the first stage; 0 without one."""
+    vision = config.model.vision
+    if vision is None or config.images is not ImageMode.TOWER or config.options.simulated:
+        return 0
+    return vision.num_weights * DTYPE_BYTES[config.dtype]
 
 
 def _model_problem(model: ModelConfig, pooling: PoolingConfig | None, parallel: ParallelConfig) -> str:
@@ -184,8 +197,8 @@ def _with_tower(
     cache = options.image_cache or _CACHED_IMAGES * least
     if cache < least:
         raise ConfigError(
-            f"image_cache {cache} has no room for the embeddings of the largest image, {tokens} tokens of {token_bytes} "
-            f"bytes; give at least {least}, or lower --max-model-len"
+            f"image_cache {cache} has no room for the largest image, {tokens} embeddings of {token_bytes} bytes; give "
+            f"at least {least}, or lower --max-model-len"
         )
     return ImageSettings(
         mode=ImageMode.TOWER,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pdserve.model.vision import VisionConfig
 from runner.models.vision.tower import Features
