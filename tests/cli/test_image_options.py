@@ -147,7 +147,7 @@ def test_a_first_stage_without_the_layers_that_embeddings_join(tmp_path: Path) -
 
 
 def test_text_models_say_nothing_of_images(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "model", "qwen3-small")
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3")
     config = resolved(checkpoint, max_model_len=None)
     assert config.images is ImageMode.NONE
     assert "image" not in as_text(config)

@@ -5,7 +5,9 @@ python -m pytest -m slow tests/runner/test_image_encoding.py     V2, in Triton's
 
 from __future__ import annotations
 
+import math
 import random
+import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,14 +20,19 @@ import torch
 from checkpoints import node_config
 from image_checkpoints import KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
 from PIL import Image
+from ranks import Case, answers_of_ranks
+from safetensors.torch import load_file, save_file
 from stepper import Stepper, copy_to
 
 import runner
+from pdserve.errors import CheckpointError
 from pdserve.images import ImageMode, Images, image_digest
 from pdserve.model.image_processor import smart_size
 from pdserve.protocols import ModelRunner
 from pdserve.records import EncodedImage
 from pdserve.sampling_params import SamplingParams
+from pdserve.weights.change import WeightChange
+from runner.warmup import run_largest_steps
 
 NUM_TOKENS = 5
 SCORED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=0, prompt_logprobs=0)
@@ -79,6 +86,12 @@ class Library:
         return self.prompt(*parts, "so " * numbers.randrange(1, 6))
 
 
+def make_checkpoint(path: Path, kind: str, seed: int = 2) -> Path:
+    """Write a checkpoint that can be split in two stages, whose greedy tokens are no placeholders in these tests."""
+    text = {"num_hidden_layers": 5} if kind == "qwen3_vl" else {}
+    return make_image_checkpoint(path, kind, seed=seed, **text)
+
+
 def _size(numbers: random.Random) -> tuple[int, int]:
     return numbers.choice(((64, 64), (96, 160), (33, 250), (250, 33), (128, 70)))
 
@@ -97,7 +110,7 @@ def build(
 
 @pytest.fixture(scope="module", params=KINDS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    return Library(make_image_checkpoint(tmp_path_factory.mktemp("encoding") / request.param, request.param))
+    return Library(make_checkpoint(tmp_path_factory.mktemp("encoding") / request.param, request.param))
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +220,80 @@ def test_a_node_with_positions_only_continues_a_prompt(library: Library, stepper
     with pytest.raises(AssertionError, match=f"image {prompt.spans[0].digest.hex()}, which is not encoded"):
         decoding.step()
     built.close()
+
+
+def test_a_reloaded_tower_is_that_of_the_checkpoint(library: Library, tmp_path: Path) -> None:
+    other = Library(make_checkpoint(tmp_path / "other", library.checkpoint.name, seed=5))
+    built = build(library.checkpoint)
+    parts = ["see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"]
+    before = library.prompt(*parts)
+    stepper = Stepper(built)
+    run(stepper, [before], 1000)
+    tensors = load_file(other.checkpoint / "model.safetensors")
+    lacking = tmp_path / "lacking"
+    shutil.copytree(other.checkpoint, lacking)
+    del tensors["model.visual.merger.linear_fc2.bias"]
+    save_file(tensors, lacking / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks the tensors model\.visual\.merger\.linear_fc2\.bias"):
+        built.change_weights(WeightChange(model_dir=str(lacking)))
+    run(stepper, [before], 1000)
+    built.change_weights(WeightChange(model_dir=str(other.checkpoint)))
+    after = other.prompt(*parts)
+    assert after.tokens != before.tokens
+    run(Stepper(built), [after], 1000)
+    built.close()
+
+
+def test_random_towers_encode(library: Library) -> None:
+    built = build(library.checkpoint, load_format="dummy")
+    stepper = Stepper(built)
+    prompt = library.prompt("see ", random_image(64, 64, seed=4), "!")
+    seq = add(stepper, prompt)
+    stepper.step()
+    assert all(math.isfinite(logprob) for logprob, _ in struct.iter_unpack("<fi", stepper.scored[seq][0].table))
+    built.close()
+
+
+def test_warming_up_leaves_no_image(library: Library) -> None:
+    """The largest image has more tokens than a step, and takes half of the cache."""
+    config = node_config(library.checkpoint, images="on", max_batch_tokens=128, max_num_seqs=4)
+    built = runner.build(config, lambda stage, fraction: None)
+    for _ in range(3):
+        run_largest_steps(built, config)
+    prompt = library.prompt("see ", random_image(250, 250, seed=4), "!")
+    run(Stepper(built), [prompt], 100)
+    built.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_ranks_have_the_library_s_tokens(library: Library, version: str) -> None:
+    """Shards encode the same images, and the first one embeds them. Later stages have their positions."""
+    prompts = [
+        library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"),
+        library.prompt("plain text"),
+        library.prompt(random_image(64, 64, seed=5), "?"),
+    ]
+    options: dict[str, Any] = {"images": "on", "max_num_seqs": 4, "max_batch_tokens": 256, "max_model_len": 300}
+    options |= {"attention_backend": {"V1": "torch", "V2": "triton"}[version], "runner": version}
+    # Deepstack joins three layers of the first stage, and recurrent models need both kinds of layers in each.
+    stage_layers = (4, 1) if library.checkpoint.name == "qwen3_vl" else (2, 2)
+    splits: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2, "stage_layers": stage_layers}]
+    cases = [
+        Case(
+            config=node_config(library.checkpoint, **options, **split),
+            prompts=tuple(tuple(prompt.ids) for prompt in prompts),
+            samplings=(msgspec.structs.replace(SCORED, prompt_logprobs=-1),),
+            num_tokens=NUM_TOKENS,
+            chunk=11,
+            images=tuple(prompt.spans for prompt in prompts),
+            pixels=tuple(image for prompt in prompts for image in prompt.pixels),
+        )
+        for split in splits
+    ]
+    for answers in answers_of_ranks(cases, 2):
+        assert [list(outcome.tokens) for outcome in answers[-1].outcomes] == [prompt.tokens for prompt in prompts]
 
 
 def check_drafts(library: Library, stepper: Stepper) -> None:

@@ -57,6 +57,7 @@ class Stepper:
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
         self.free = list(range(runner.kv_layout.num_blocks))
+        self.samples = True  # False: the runner is of an earlier pipeline stage, whose tokens are not known here
         self.keeps_windows = False  # keep blocks behind windows: other sequences begin with them
         self.num_freed = 0  # blocks behind windows
         random.Random(seed).shuffle(self.free)
@@ -145,10 +146,14 @@ class Stepper:
         self._finished = []
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
-        assert len(output.token_ids) == sum(item.num_samples for item in scheduled)
+        token_ids = output.token_ids
+        if not self.samples:
+            assert not token_ids
+            token_ids = (0,) * sum(item.num_samples for item in scheduled)
+        assert len(token_ids) == sum(item.num_samples for item in scheduled)
         for seq, logprobs in output.prompt_logprobs:
             self.scored.setdefault(seq, []).append(logprobs)
-        samples = (Sample(token, output.logprobs.get(index)) for index, token in enumerate(output.token_ids))
+        samples = (Sample(token, output.logprobs.get(index)) for index, token in enumerate(token_ids))
         for item in scheduled:
             sequence = self.live[item.seq]
             sequence.computed += item.num_tokens
@@ -206,15 +211,20 @@ class Stepper:
         sampling: SamplingParams = GREEDY,
         chunk: int = 1 << 30,
         stagger: int = 0,
+        images: Sequence[Images] = (),
     ) -> list[Running]:
-        """Run prompts together, each until it has ``num_tokens`` outputs; they arrive ``stagger`` steps apart."""
-        waiting = list(prompts)
+        """Run prompts together, each until it has ``num_tokens`` outputs; they arrive ``stagger`` steps apart.
+
+        ``images``: the images of each prompt; their ``pixels`` are known. Empty: no prompt has any.
+        """
+        waiting = list(zip(prompts, images or [()] * len(prompts), strict=True))
         seqs: list[int] = []
         results: dict[int, Running] = {}
         step = 0
         while waiting or len(results) < len(prompts):
             while waiting and (stagger == 0 or step >= stagger * len(seqs)):
-                seqs.append(self.add(waiting.pop(0), sampling))
+                prompt, spans = waiting.pop(0)
+                seqs.append(self.add(prompt, sampling, images=spans))
             self.step(chunk)
             step += 1
             for seq in [s for s in seqs if s in self.live and len(self.live[s].output) == num_tokens]:
