@@ -17,7 +17,7 @@ from pdserve.config.memory_fit import check_memory, dtype_in_memory
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
-from pdserve.config.resolution.images import SCREEN, describe_images, tower_bytes
+from pdserve.config.resolution.images import SCREEN, describe_images
 from pdserve.config.resolve import resolve
 from pdserve.config.tensor_check import checked_tensors
 from pdserve.errors import CapacityError
@@ -187,7 +187,7 @@ def _describe_images(config: NodeConfig) -> dict[str, Any]:
     return {
         "mode": str(config.images),
         "problem": config.image_problem,
-        "tower_bytes": tower_bytes(config),
+        "tower_bytes": config.tower_bytes,
         "cache_bytes": config.image_cache,
         "bytes_per_token": config.image_token_bytes,
         "token_cost": config.image_token_cost,

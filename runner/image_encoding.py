@@ -84,6 +84,7 @@ class ImageEncoding(StepFeature[Any]):
         assert config.model.vision is not None
         self._embeddings = ImageEmbeddings(config.model.vision, capacity, placement)
         self._sequences: dict[int, _Sequence] = {}
+        inputs.offsets.zero_()  # a feature before this one, of a trial run, may have left others
         self._num_written = 0  # tokens in ``inputs.offsets`` that may differ from 0
         self._written: tuple[ScheduledSequence, ...] = ()  # the step whose offsets are there, if the next has the same
 

@@ -58,7 +58,7 @@ class StepFeature(Generic[BatchT_contra]):
         """Stop to follow a sequence; an unknown one is ignored."""
 
     def weights_changed(self) -> None:
-        """Forget what was computed with other weights. No step is in flight, and the engine keeps no sequence."""
+        """Forget what was computed with other weights. No step is in flight."""
 
     def part(self, plan: StepPlan) -> StepPart[BatchT_contra] | None:
         """Return the part of this step, None if the plan does not ask for the feature."""

@@ -64,16 +64,17 @@ def _more(config: NodeConfig) -> int:
 def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
     """Run a step with the most prompt tokens, and one with the most sequences that use every sampling parameter.
 
-    On a node that encodes images, run the largest image, too.
+    On a node that encodes images, run the largest image before: the text behind it leaves no offsets of positions, with
+    which no graph can be captured.
     """
+    if config.images is ImageMode.TOWER and config.image_input is not None:
+        _run_image(runner, config, config.image_input)
     longest = min(config.max_batch_tokens, config.max_model_len - _more(config))
     whole, rest = divmod(config.max_batch_tokens, longest)
     lengths = [longest] * whole + ([rest] if rest else [])
     run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY)
     most = config.max_num_seqs
     run_prompts(runner, config, [config.max_batch_tokens // most] * most, DEMANDING)
-    if config.images is ImageMode.TOWER and config.image_input is not None:
-        _run_image(runner, config, config.image_input)
 
 
 def _run_image(runner: ModelRunner, config: NodeConfig, accepted: ImageInput) -> None:

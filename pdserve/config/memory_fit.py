@@ -7,7 +7,6 @@ import platform
 from pdserve.config.device import free_memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import weight_bytes
-from pdserve.config.resolution.images import tower_bytes
 from pdserve.errors import CapacityError
 
 _X86 = "x86_64"
@@ -48,7 +47,7 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
 
 def image_memory(config: NodeConfig) -> int:
     """Return the bytes of a rank's vision tower and of the embeddings of images; 0 if it encodes none."""
-    return tower_bytes(config) + config.image_cache if config.has_tower else 0
+    return config.tower_bytes + config.image_cache if config.has_tower else 0
 
 
 def _gib(num_bytes: int) -> str:

@@ -11,7 +11,7 @@ from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.images import ImageInput, ImageMode
-from pdserve.kv.layout import UNSCALED, KVLayout, KVScales, KVShare
+from pdserve.kv.layout import DTYPE_BYTES, UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.kv.states import StateLayout, StateShare
 from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.model_config import ModelConfig
@@ -87,6 +87,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     def has_tower(self) -> bool:
         """Whether this rank encodes images: all shards of the first stage do."""
         return self.images is ImageMode.TOWER and self.position.is_first and not self.options.simulated
+
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of the weights of this rank's vision tower; 0 if it encodes no images."""
+        vision = self.model.vision
+        return 0 if vision is None or not self.has_tower else vision.num_weights * DTYPE_BYTES[self.dtype]
 
     @property
     def share(self) -> KVShare:

@@ -70,7 +70,9 @@ def answer_of(case: Case, rank: int = 0, rendezvous: str | int = "") -> Answer:
     stepper.pixels = {image.digest: image for image in case.pixels}
     generated: list[Running] = []
     for sampling in case.samplings:
-        generated += stepper.generate(case.prompts, case.num_tokens, sampling, case.chunk, stagger=1, images=case.images)
+        generated += stepper.generate(
+            case.prompts, case.num_tokens, sampling, case.chunk, stagger=1, images=case.images
+        )
     num_blocks = model_runner.kv_layout.num_blocks
     getattr(model_runner, "_parallel").all_reduce_min(0)  # noqa: B009  # the last stage may still send tokens
     model_runner.close()

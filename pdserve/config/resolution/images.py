@@ -26,7 +26,7 @@ from pdserve.model.pooling import PoolingConfig
 from pdserve.model.vision import VisionConfig
 
 SCREEN = (1080, 1920)  # pixels of an image whose tokens and costs are named
-_CACHED_IMAGES = 2  # of the largest size: one is needed while another one is encoded
+_CACHED_IMAGES = 2  # largest images: a prompt needs one while another one is encoded
 _PREFIXES = ("model.visual.", "visual.")  # names of a tower's tensors
 _PLAIN = ("F32", "F16", "BF16")
 
@@ -138,15 +138,7 @@ def describe_images(config: NodeConfig) -> str:
         return f"encoded by prefill nodes; {sizes}"
     held = config.image_cache // config.image_token_bytes
     cache = f"{config.image_cache / 2**20:.0f} MiB of embeddings ({held} tokens)"
-    return f"a vision tower of {tower_bytes(config) / 2**20:.0f} MiB, {cache}; {sizes}"
-
-
-def tower_bytes(config: NodeConfig) -> int:
-    """Return the bytes of the weights of a node's vision tower, on each device of the first stage; 0 without one."""
-    vision = config.model.vision
-    if vision is None or config.images is not ImageMode.TOWER or config.options.simulated:
-        return 0
-    return vision.num_weights * DTYPE_BYTES[config.dtype]
+    return f"a vision tower of {config.tower_bytes / 2**20:.0f} MiB, {cache}; {sizes}"
 
 
 def _model_problem(model: ModelConfig, pooling: PoolingConfig | None, parallel: ParallelConfig) -> str:
