@@ -21,7 +21,7 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend, import_early
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
-from runner.image_encoding import ImageEncoding
+from runner.image_encoding import IMAGE_COPIES, ImageEncoding
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
 from runner.loading.model_loader import LoadedModel
@@ -83,7 +83,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             layout, states = layouts_that_fit(config, parallel, self._try_layouts)
         self._allocate(config, layout, states)
         if self._device.type == "cuda":
-            reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
+            copies = IMAGE_COPIES * max_in_flight if isinstance(self._model.images, ImageInputs) else 0
+            reserve_pinned_memory(max_in_flight + 2 + _DIGESTS + copies)
             if not config.measure_kv_memory:  # otherwise they have just run
                 run_largest_steps(self, config)
         self._capture_graphs(config, progress)

@@ -29,6 +29,8 @@ from runner.pinned_memory import copied, copied_bytes
 from runner.placement import TensorPlacement
 from runner.step_parts import StepFeature, StepPart
 
+IMAGE_COPIES = 4  # to the device, in a step: offsets, offsets by axis, rows and their places
+
 
 class _Sequence:
     """The images of a sequence, and the tokens that are computed while some of these are not."""

@@ -88,7 +88,7 @@ class Library:
 
 
 def make_checkpoint(path: Path, kind: str, seed: int = 2) -> Path:
-    """Write a checkpoint that two stages can share. It samples no placeholder, which the library takes for an image's."""
+    """Write a checkpoint that two stages can share. It samples no placeholder: the library takes all for images'."""
     text = {"num_hidden_layers": 5} if kind == "qwen3_vl" else {}
     make_image_checkpoint(path, kind, seed=seed, **text)
     tensors = load_file(path / "model.safetensors")
