@@ -17,13 +17,16 @@ from pdserve.config.memory_fit import check_memory, dtype_in_memory
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.parallel import active_parameters, num_parameters, shard_of, weight_bytes
+from pdserve.config.resolution.images import SCREEN, describe_images
 from pdserve.config.resolve import resolve
 from pdserve.config.tensor_check import checked_tensors
 from pdserve.errors import CapacityError
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.host.process import run_command
+from pdserve.images import largest_image
 from pdserve.model.generation_defaults import load_generation_defaults
+from pdserve.model.image_processor import token_count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +102,7 @@ def describe(config: NodeConfig) -> dict[str, Any]:
         "kv_groups": {"windows": list(layout.groups.windows), "layers": list(layout.groups.layers)},
         "longest_sequence_bytes": longest_sequence_bytes(config),
         "state_layout": _describe_states(config),
+        "images": _describe_images(config),
         "ranks": [_describe_rank(rank) for rank in _ranks(config)],
         "bytes_per_token": layout.bytes_per_token,
         "num_blocks": layout.num_blocks,
@@ -131,6 +135,7 @@ def as_text(config: NodeConfig) -> str:
         ("", _legend(config)),
         *_draft_rows(config),
         *_state_rows(config),
+        *([("images", images)] if (images := describe_images(config)) else ()),
         *(_rank_rows(config) if config.parallel.num_ranks > 1 else ()),
     ]
     lines = [f"{name:<10} {text}" for name, text in rows]
@@ -174,6 +179,21 @@ def _describe_states(config: NodeConfig) -> dict[str, Any] | None:
     if states is None:
         return None
     return {"num_slots": states.num_slots, "bytes_per_sequence": states.slot_bytes, "num_layers": states.num_layers}
+
+
+def _describe_images(config: NodeConfig) -> dict[str, Any]:
+    """Return what the node does with images, and the bytes of rank 0's tower and embeddings."""
+    accepted = config.image_input
+    return {
+        "mode": str(config.images),
+        "problem": config.image_problem,
+        "tower_bytes": config.tower_bytes,
+        "cache_bytes": config.image_cache,
+        "bytes_per_token": config.image_token_bytes,
+        "token_cost": config.image_token_cost,
+        "tokens_of_1080p": 0 if accepted is None else token_count(accepted, *SCREEN),
+        "largest_image": 0 if accepted is None else largest_image(accepted, config.max_model_len),
+    }
 
 
 def _state_rows(config: NodeConfig) -> list[tuple[str, str]]:

@@ -259,4 +259,5 @@ class Sequence:
             num_scored=self.request.num_scored,
             state_slot=NO_SLOT if state is None else state.slot,
             state_from=NO_SLOT if state is None or not self.num_computed else state.begin(),
+            images=self.request.images,
         )

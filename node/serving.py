@@ -52,7 +52,7 @@ async def serve(
     tls = None if options.grpc_tls is None else PeerTls(options.grpc_tls)
     metrics_server = _metrics_server(frontend)
     devices = node_devices(options, len(local.ranks))
-    config = resolve(options, devices[0])
+    config = resolve(options, devices[0], encodes=role.name != "decode")
     _check_task(config, role)
     limit = request_limit(config.max_model_len)
     server = grpc.aio.server(options=rpc.server_options(config.options.peer_timing, limit))

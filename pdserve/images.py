@@ -73,6 +73,11 @@ class ImageInput(msgspec.Struct, frozen=True):
         return span.rows * self.cell, span.columns * self.cell
 
 
+def largest_image(accepted: ImageInput, max_model_len: int) -> int:
+    """Return the tokens of the largest image that a prompt can have."""
+    return max(1, min(accepted.max_pixels // accepted.cell**2, max_model_len))
+
+
 def block_extra(images: Images, start: int, end: int) -> bytes:
     """Return what the images add to the hash of the block of the tokens start … end - 1; empty without an image there.
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pdserve.images import ImageSpan
+from pdserve.images import Images
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv.layout import KVLayout, KVRegion, KVShare
@@ -146,11 +146,13 @@ NO_ORDERS = KVConnectorOrders()
 # ---------------------------------------------------------------- scheduler → runner
 
 
-class SequenceImage(msgspec.Struct, frozen=True):
-    """An image of a sequence."""
+class EncodedImage(msgspec.Struct, frozen=True):
+    """An image that the first stage encodes before a step. Its embeddings stay until ``StepPlan.dropped_images``."""
 
-    span: ImageSpan
-    pixels: bytes  # uint8 [height, width, 3], RGB; empty: no token of it is computed here
+    digest: bytes  # ImageSpan.digest
+    height: int  # pixels
+    width: int
+    pixels: bytes  # uint8 [height, width, 3], RGB
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -166,7 +168,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     num_scored: int = 1  # leading prompt tokens whose log-probabilities were reported already
     state_slot: int = NO_SLOT  # slot of the recurrent state
     state_from: int = NO_SLOT  # slot with the state after ``num_computed`` tokens; NO_SLOT: ``num_computed`` is 0
-    images: tuple[SequenceImage, ...] = ()  # all of the prompt
+    images: Images = ()  # all of the prompt
 
     @property
     def num_tokens(self) -> int:
@@ -254,10 +256,12 @@ class StepPlan(msgspec.Struct, frozen=True):
     drafts_ahead: int = 0  # drafts that the model makes for the next step of each sequence that samples
     state_snapshots: tuple[StateSnapshot, ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
+    dropped_images: tuple[bytes, ...] = ()  # digests of embeddings that no step needs any more; before ``images``
+    images: tuple[EncodedImage, ...] = ()  # encoded before the forward pass; no step computes their tokens earlier
 
     @property
     def has_orders(self) -> bool:
-        return bool(self.scheduled or self.finished or self.digests)
+        return bool(self.scheduled or self.finished or self.digests or self.dropped_images)
 
     @property
     def num_tokens(self) -> int:

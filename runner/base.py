@@ -21,11 +21,13 @@ from pdserve.weights.sharing import OfferedMemory
 from runner.attention.build import build_backend, import_early
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
+from runner.image_encoding import IMAGE_COPIES, ImageEncoding
 from runner.kv_cache import KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
 from runner.memory.kv_memory import layouts_that_fit
+from runner.models.vision.inputs import ImageInputs
 from runner.pending_step import FinishedStep, step_without_samples
 from runner.pinned_memory import reserve_pinned_memory
 from runner.pooling import PromptPooling
@@ -81,7 +83,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             layout, states = layouts_that_fit(config, parallel, self._try_layouts)
         self._allocate(config, layout, states)
         if self._device.type == "cuda":
-            reserve_pinned_memory(max_in_flight + 2 + _DIGESTS)
+            copies = IMAGE_COPIES * max_in_flight if isinstance(self._model.images, ImageInputs) else 0
+            reserve_pinned_memory(max_in_flight + 2 + _DIGESTS + copies)
             if not config.measure_kv_memory:  # otherwise they have just run
                 run_largest_steps(self, config)
         self._capture_graphs(config, progress)
@@ -154,6 +157,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
 
     def change_weights(self, change: WeightChange) -> None:
         self._changer.apply(change)
+        for feature in self._features:
+            feature.weights_changed()
 
     @property
     def has_weights(self) -> bool:
@@ -239,11 +244,13 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         )
         self._drafter: Drafter | None = None
         if self._is_last_stage and config.model.num_draft_layers:
-            self._drafter = Drafter(self._model.decoder, self._attention, layout.kernel_block_size)
+            self._drafter = Drafter(self._model.decoder, self._model.images, self._attention, layout.kernel_block_size)
         self._digests = BlockDigests(self._cache, self._states)
         # Digests are those of slots as they are behind the step's copies.
         copies = [] if self._states is None else [StateSlotCopies(self._states)]
         shared: list[StepFeature[Any]] = [*copies, self._digests]
+        if isinstance(self._model.images, ImageInputs):
+            shared.append(ImageEncoding(config, self._model.images, self._model.tower, self._model.placement))
         if self._is_last_stage:
             shared.append(PromptScoring(self._model))
             if config.pooling is not None:

@@ -7,6 +7,7 @@
 |----------------|-------------------------------------------------|------------------------------|
 | PromptScoring  | log-probabilities of prompt tokens              | sampling/prompt_logprobs.py  |
 | PromptPooling  | vectors of prompts, on nodes that generate nothing | pooling.py                |
+| ImageEncoding  | embeddings and positions of images              | image_encoding.py            |
 | BlockDigests   | digests of KV blocks                            | kv_digest.py                 |
 | GrammarMasks   | masks of allowed tokens on the device           | v2/grammar_masks.py          |
 | ReturnedTokens | tokens from the last pipeline stage to the first | v1/ and v2/returned_tokens.py |
@@ -55,6 +56,9 @@ class StepFeature(Generic[BatchT_contra]):
 
     def remove(self, seq: int) -> None:
         """Stop to follow a sequence; an unknown one is ignored."""
+
+    def weights_changed(self) -> None:
+        """Forget what was computed with other weights. No step is in flight."""
 
     def part(self, plan: StepPlan) -> StepPart[BatchT_contra] | None:
         """Return the part of this step, None if the plan does not ask for the feature."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import msgspec
+
 from pdserve.config.node_config import NodeConfig
+from pdserve.images import DIGEST_BYTES, PIXEL_BYTES, ImageInput, ImageMode, ImageSpan, largest_image
 from pdserve.kv.states import NO_SLOT, StateSnapshot
 from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
@@ -12,6 +16,7 @@ from pdserve.records import (
     TOKEN_BYTES,
     DigestOrder,
     Drafts,
+    EncodedImage,
     NewSequence,
     ScheduledSequence,
     StepPlan,
@@ -57,13 +62,33 @@ def _more(config: NodeConfig) -> int:
 
 
 def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
-    """Run a step with the most prompt tokens, and one with the most sequences that use every sampling parameter."""
+    """Run a step with the most prompt tokens, and one with the most sequences that use every sampling parameter.
+
+    On a node that encodes images, run the largest image before: the text behind it leaves no offsets of positions, with
+    which no graph can be captured.
+    """
+    if config.images is ImageMode.TOWER and config.image_input is not None:
+        _run_image(runner, config, config.image_input)
     longest = min(config.max_batch_tokens, config.max_model_len - _more(config))
     whole, rest = divmod(config.max_batch_tokens, longest)
     lengths = [longest] * whole + ([rest] if rest else [])
     run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY)
     most = config.max_num_seqs
     run_prompts(runner, config, [config.max_batch_tokens // most] * most, DEMANDING)
+
+
+def _run_image(runner: ModelRunner, config: NodeConfig, accepted: ImageInput) -> None:
+    """Encode the largest image, and compute as many of its tokens as a step holds."""
+    tokens = largest_image(accepted, config.max_model_len)
+    rows = math.isqrt(tokens)
+    span = ImageSpan(0, rows, tokens // rows, bytes(DIGEST_BYTES))
+    height, width = accepted.size(span)
+    image = EncodedImage(span.digest, height, width, bytes(height * width * PIXEL_BYTES))
+    length = min(span.num_tokens, config.max_batch_tokens, config.max_model_len - _more(config))
+    new = msgspec.structs.replace(_sequence(runner, config, 0, length), images=(span,))
+    prompt = ScheduledSequence(new.seq, length, 1)
+    runner.launch(StepPlan(-1, new=(new,), scheduled=(prompt,), images=(image,))).result()
+    runner.launch(StepPlan(-1, finished=(new.seq,), dropped_images=(span.digest,))).result()
 
 
 def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:

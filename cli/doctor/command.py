@@ -33,6 +33,7 @@ from pdserve.config.memory_fit import check_memory
 from pdserve.config.multi_host import add_host_flags, local_ranks_from
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions, add_node_flags, node_options_from
+from pdserve.config.resolution.images import describe_images
 from pdserve.config.resolve import resolve
 from pdserve.config.runner_oracle import VARIABLE
 from pdserve.config.tensor_check import checked_tensors
@@ -157,6 +158,8 @@ def _model_findings(options: NodeOptions, config: NodeConfig, devices: Sequence[
     if devices[0].kind == "cuda":
         yield run_check("attention", checks.check_attention, config)
     yield run_check("tokenizer", _check_tokenizer, config)
+    if images := describe_images(config):
+        yield run_check("images", ok, images)
     if not options.simulated:
         yield run_check("tensors", lambda: ok(str(checked_tensors(config))))
         yield run_check("memory", _check_memory, config, devices)

@@ -29,12 +29,12 @@ def check_memory(config: NodeConfig) -> str:
 def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
     """Describe the memory of a rank. Raises CapacityError unless its weights and KV cache fit in ``free`` bytes.
 
-    ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The KV cache counts with the
-    recurrent states; a measured KV cache takes the rest of the memory later.
+    ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The weights count with
+    ``image_memory``, the KV cache with the recurrent states; a measured KV cache takes the rest of the memory later.
     """
     device = f"cuda:{config.device.index}" if config.device.kind == "cuda" else config.device.kind
     layouts = () if config.measure_kv_memory else (config.kv_layout, config.state_layout)
-    weights = weight_bytes(config.model, config.position, dtype)
+    weights = weight_bytes(config.model, config.position, dtype) + image_memory(config)
     cache = sum(layout.total_bytes for layout in layouts if layout is not None)
     if free is not None and weights + cache > free:
         raise CapacityError(
@@ -43,6 +43,11 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
         )
     rest = "a KV cache of what is left" if config.measure_kv_memory else f"KV cache {_gib(cache)}"
     return f"weights {_gib(weights)}, {rest}; {'unknown' if free is None else _gib(free)} free on {device}"
+
+
+def image_memory(config: NodeConfig) -> int:
+    """Return the bytes of a rank's vision tower and of the embeddings of images; 0 if it encodes none."""
+    return config.tower_bytes + config.image_cache if config.has_tower else 0
 
 
 def _gib(num_bytes: int) -> str:

@@ -11,8 +11,9 @@ from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.images import ImageInput, ImageMode
-from pdserve.kv.layout import UNSCALED, KVLayout, KVScales, KVShare
+from pdserve.kv.layout import DTYPE_BYTES, UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.kv.states import StateLayout, StateShare
+from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import PoolingConfig
 from pdserve.weights.change import FileStates
@@ -66,7 +67,12 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_digest: str = ""  # digest of the draft head's weights; empty until known
     max_drafts: int = 0  # most drafts of a decode in one step
     images: ImageMode = ImageMode.NONE
+    image_problem: str = ""  # why images are refused; empty also for a checkpoint without a vision tower
     image_input: ImageInput | None = None  # None: images are refused
+    image_processor: ImageProcessor | None = None  # set if ``images`` is TOWER
+    image_cache: int = 0  # bytes of embeddings on each device of the first stage; at least those of the largest image
+    image_token_bytes: int = 0  # embeddings of a token of an image, with what joins later layers
+    image_token_cost: float = 0.0  # work of encoding a token of an image, in tokens of a prompt
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
@@ -76,6 +82,17 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def position(self) -> RankPosition:
         return self.parallel.position(self.rank)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether this rank encodes images: all shards of the first stage do."""
+        return self.images is ImageMode.TOWER and self.position.is_first and not self.options.simulated
+
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of the weights of this rank's vision tower; 0 if it encodes no images."""
+        vision = self.model.vision
+        return 0 if vision is None or not self.has_tower else vision.num_weights * DTYPE_BYTES[self.dtype]
 
     @property
     def share(self) -> KVShare:

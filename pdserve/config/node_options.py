@@ -33,6 +33,7 @@ GPU_MEMORY_UTILIZATION = 0.9  # default share of a GPU's memory; nodes of `pdser
 
 
 OFF = "off"
+ON = "on"
 AUTO = "auto"
 LOOKUP = "lookup"
 MTP = "mtp"
@@ -342,6 +343,29 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
 
+    images: Annotated[
+        str,
+        Flag(
+            "auto: take images if the checkpoint has a native vision tower and an image processor, encoded by prefill "
+            "nodes and `pdserve serve`; on: this node encodes them, or does not start; off: text only, which saves "
+            "the tower's memory",
+            metavar="WHEN",
+            choices=(AUTO, ON, OFF),
+            group="images",
+        ),
+    ] = AUTO
+    image_cache: Annotated[
+        int | None,
+        Flag(
+            "memory of each device for embeddings of images, while prompts need them and until others need the room",
+            metavar="SIZE",
+            parse=parse_size,
+            at_least=1,
+            unset="twice the largest image's",
+            group="images",
+        ),
+    ] = None
+
     max_num_seqs: Annotated[
         int | None,
         Flag(
@@ -482,6 +506,8 @@ def check_options(options: NodeOptions) -> None:
     if options.load_from == "peer" and not options.weight_peers:
         raise ConfigError("load_from peer needs weight_peers, the nodes to ask; or choose auto")
     _check_disk_kv(options)
+    if options.image_cache is not None and options.images == OFF:
+        raise ConfigError(f"image_cache {options.image_cache} needs images, which are off; remove one of the two")
     tokens = 1 + options.max_drafts
     sequences = options.max_num_seqs or 1
     if options.max_batch_tokens is not None and options.max_batch_tokens < tokens * sequences:

@@ -24,6 +24,7 @@ from pdserve.config.parallel import choose_parallel_config
 from pdserve.config.resolution.compat_fields import compat_fields_of
 from pdserve.config.resolution.drafts import check_drafts, choose_draft_source, with_draft_head
 from pdserve.config.resolution.host_kv import check_disk_kv, check_host_kv
+from pdserve.config.resolution.images import choose_images
 from pdserve.config.resolution.kernels import (
     QuantizationLimits,
     choose_attention_backend,
@@ -76,11 +77,13 @@ def resolve(
     environ: Mapping[str, str] = os.environ,
     platform: Platform | None = None,
     locate: Callable[[str, bool], Path] = resolve_model,
+    encodes: bool = True,
 ) -> NodeConfig:
     """Fill in every "auto". Reads the checkpoint's config and headers, never its weights.
 
     ``platform`` defaults to this process's, whose kernels are tried or looked up; all kernels of another run.
     ``locate`` returns the directory of a model, with its weights or without; ``resolve_headers`` spares their download.
+    ``encodes`` is whether the node's role computes prompts, and so encodes their images.
     Raises ConfigError or CapacityError: value, limit and remedy.
     """
     check_options(options)
@@ -97,6 +100,7 @@ def resolve(
     v1_forced = environ.get(VARIABLE) == "0"
     backend = reasons.take("attention_backend", choose_attention_backend(options, platform, dtype, model, v1_forced))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.ep)
+    images = reasons.take("images", choose_images(options, model_dir, model, pooling, parallel, dtype, encodes))
     weights = _find_weights(model, model_dir) if options.reads_weights else None
     quantization = QuantizationLimits(
         problem=kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ())),
@@ -123,7 +127,8 @@ def resolve(
     page = reasons.take("kernel_block_size", choose_page(options, backend))
     reasons.note(padding_of_groups(model))
     units = units_of_stages(options, model, parallel, page, dtype, kv_dtype)
-    memory = reasons.take("kv_cache_memory", choose_kv_memory(options, device, model, parallel, dtype, units))
+    kv_memory = choose_kv_memory(options, device, model, parallel, dtype, units, images.memory)
+    memory = reasons.take("kv_cache_memory", kv_memory)
     max_num_seqs = reasons.take("max_num_seqs", choose_max_num_seqs(options, device, parallel, memory, units))
     num_slots = reasons.take("state_slots", choose_num_slots(options, max_num_seqs, memory, units))
     kv = units[0].resized(blocks_that_fit(options, memory, num_slots, units), num_slots)
@@ -171,7 +176,7 @@ def resolve(
     )
     if tries_compilers:
         config = _with_compiled_kernels(config, environ)
-    return _with_tiers_checked(config)
+    return _with_tiers_checked(images.within(config))
 
 
 def _choose_pooling(options: NodeOptions, model_dir: Path) -> PoolingConfig | None:
@@ -199,7 +204,7 @@ def _note_model(options: NodeOptions, model: ModelConfig, reasons: Reasons) -> N
     if options.model_impl == "auto":
         reasons.note(f"model_impl={model.impl}: {_IMPL_REASONS[model.impl]}")
     if model.multimodal:
-        reasons.note(f"model=text: the text model of {model.multimodal}; images are refused")
+        reasons.note(f"model=text: the text model of {model.multimodal}")
     if model.unread_fields:
         fields = ", ".join(map(shown, model.unread_fields))
         reasons.note(f"config.json: {fields} without effect, as in transformers")

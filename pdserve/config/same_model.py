@@ -14,6 +14,7 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.resolution.quantized_layers import quantized_at_load
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.layout import UNSCALED
+from pdserve.model.image_processor import read_image_processor
 from pdserve.model.model_config import MAY_DIFFER, load_model_config
 from pdserve.model.pooling import EMBED
 from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, UNQUANTIZED
@@ -40,6 +41,19 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
         raise CheckpointError(
             f"{model_dir} has {name} {shown(theirs)}, this node has {shown(ours)}; only weights of the same model can "
             "be reloaded. Start the node again with this checkpoint"
+        )
+
+    _check_image_processor(config, model_dir)
+
+
+def _check_image_processor(config: NodeConfig, model_dir: Path) -> None:
+    """Raise CheckpointError for another image processor. A checkpoint without one keeps the node's."""
+    if config.image_input is None or config.model.vision is None:
+        return
+    processor = read_image_processor(model_dir, config.model.vision)
+    if processor is not None and processor.fingerprint != config.image_input.fingerprint:
+        raise CheckpointError(
+            f"{model_dir} has another image processor than this node; start the node again with this checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""How a model wants its images: ``preprocessor_config.json``. It imports neither torch nor an image library.
+"""How a model wants its images, by its image processor's file. It imports neither torch nor an image library.
 
     router  an image of any size and mode ─► RGB ─► smart_size, bicubic ─► uint8 [height, width, 3]
     node    (pixel · rescale_factor - mean) / std ─► patches
@@ -21,6 +21,7 @@ from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.vision import CHANNELS, VisionConfig
 
 FILE = "preprocessor_config.json"
+NESTED = "processor_config.json"  # may have these fields below "image_processor" (transformers 5); then they count
 MAX_ASPECT = 200  # longer side / shorter side, as in the library
 
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
@@ -104,10 +105,10 @@ def token_count(bounds: ImageInput, height: int, width: int) -> int:
 
 
 def read_image_processor(model_dir: Path, vision: VisionConfig) -> ImageProcessor | None:
-    """Read ``preprocessor_config.json``; None if there is none. Raises CheckpointError for what is not supported."""
-    if not (model_dir / FILE).exists():
+    """Read the processor's file; None if there is none. Raises CheckpointError for what is not supported."""
+    fields = _find_fields(model_dir)
+    if fields is None:
         return None
-    fields = ConfigFields(model_dir / FILE)
     kind = fields.get("image_processor_type")
     if kind is not None:
         fields.choice("image_processor_type", kind, _KINDS)
@@ -129,6 +130,14 @@ def read_image_processor(model_dir: Path, vision: VisionConfig) -> ImageProcesso
     )
     _check(fields, processor, vision)
     return processor
+
+
+def _find_fields(model_dir: Path) -> ConfigFields | None:
+    if (model_dir / NESTED).exists():
+        whole = ConfigFields(model_dir / NESTED)
+        if whole.given("image_processor") is not None:
+            return whole.part("image_processor")
+    return ConfigFields(model_dir / FILE) if (model_dir / FILE).exists() else None
 
 
 def _check(fields: ConfigFields, processor: ImageProcessor, vision: VisionConfig) -> None:

@@ -179,8 +179,8 @@ def load_model_config(model_dir: Path, impl: str = "auto", *, embeds: bool = Fal
     """Read ``config.json`` (the format of transformers 4 or 5) and, for EOS, generation_config.json and the tokenizer.
 
     ``impl`` is one of ``MODEL_IMPLS``; auto is native for the families in ``FAMILIES``. A model that only ``embeds``
-    may be saved without the head: its architecture is then named "…Model". Raises CheckpointError for anything that
-    is missing, broken or not supported.
+    may be saved without the head: its architecture is then named "…Model". Raises CheckpointError for anything of the
+    text model that is missing, broken or not supported; ``vision_problem`` says it of a tower.
     """
     fields = ConfigFields(model_dir / "config.json")
     if embeds:
@@ -269,14 +269,24 @@ def _key_value_heads(fields: ConfigFields, num_heads: int, latent: LatentConfig 
 
 
 def _usable_vision(fields: ConfigFields) -> VisionConfig | None:
-    """Return the tower of a whole multimodal config; None if it has no native one, or one that cannot be used.
-
-    Nodes serve the text model only, so a fault of the tower refuses nothing. ``read_vision`` raises the reason.
-    """
+    """Return the tower of a whole multimodal config; None if it has no native one, or one that cannot be used."""
     try:
         return read_vision(fields)
     except CheckpointError:
         return None
+
+
+def vision_problem(model_dir: Path, model: ModelConfig) -> str:
+    """Return why a multimodal checkpoint takes no images; empty if its tower can be used."""
+    if model.vision is not None:
+        return ""
+    if model.rope.rope_type == "dynamic":
+        return "its rotary embeddings depend on the length of a sequence"
+    try:
+        read_vision(ConfigFields(model_dir / "config.json"))
+    except CheckpointError as exc:
+        return str(exc)
+    return f"the vision tower of {model.multimodal} has no native layers"
 
 
 def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multimodal: str) -> ModelConfig:

@@ -51,6 +51,7 @@ _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
+    ("mtp.", "mtp."),  # a layer that predicts further tokens, where the text model's checkpoint has it, too
 )
 
 

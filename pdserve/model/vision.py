@@ -65,6 +65,17 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
         inputs = self.patch_values * hidden + hidden + self.num_positions * hidden
         return inputs + self.depth * (attention + mlp + 4 * hidden) + mergers
 
+    def token_flops(self, patches: int) -> float:
+        """Return the multiplications and additions that a token takes in an image of ``patches``.
+
+        Each weight takes two per row that it is applied to. Attention takes four per pair of patches and value.
+        """
+        hidden = self.hidden_size
+        layer = 2 * (4 * hidden * hidden + 2 * hidden * self.intermediate_size) + 4 * patches * hidden
+        patch = self.depth * layer + 2 * self.patch_values * hidden
+        merger = 2 * self.merged_size * (self.merged_size + self.out_hidden_size)
+        return self.merge_size**2 * patch + (1 + len(self.deepstack)) * merger
+
 
 class _Kind(NamedTuple):
     """Defaults of transformers' config classes for fields that config.json leaves out."""

@@ -15,6 +15,7 @@ from pdserve.checkpoint.weight_digests import known_digests
 from pdserve.config.memory_fit import check_room
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
+from pdserve.images import ImageMode
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.protocols import WeightReader
 from pdserve.weights.change import FileStates
@@ -27,12 +28,14 @@ from runner.loading.offered_weights import offer_shards
 from runner.loading.patches import CheckedPatch
 from runner.loading.peer_weights import PeerWeights
 from runner.loading.stored_weights import StoredWeights
+from runner.loading.tower_weights import build_tower, check_tower, fill_tower, load_tower
 from runner.loading.weights import OpenWeights, open_weights
 from runner.memory.kv_memory import free_memory
 from runner.models.decoder import Decoder
 from runner.models.model import Model
 from runner.models.quantization.unquantized import held_dtype
 from runner.models.registry import decoder_class
+from runner.models.vision.inputs import NO_IMAGE_INPUTS, ImageInputs, NoImageInputs
 from runner.placement import TensorPlacement, compute_dtype
 
 _AT_ONCE = 1 << 25  # values that are read and converted at a time
@@ -64,6 +67,8 @@ class LoadedModel:
         check_room(config, str(held_dtype(self.placement)).removeprefix("torch."), free_memory(self.device))
         with torch.inference_mode():
             self.decoder, self.weights = self._build()
+            self.images = self._image_inputs()
+            self.tower = build_tower(config, self.placement)
         self.stored: StoredWeights | None = None  # None: of no checkpoint
         self._source: Mapping[str, StoredTensor] | None = None  # the checkpoint's tensors that are in memory
         self.files: FileStates = {}  # files that the weights were read from
@@ -75,6 +80,8 @@ class LoadedModel:
         if config.random_weights:
             with torch.inference_mode():
                 self.weights.load_random(Path(config.model_dir))
+                if self.tower is not None:
+                    fill_tower(self.tower)
             return
         peer, digested = self._ask_peer(reader)
         try:
@@ -111,6 +118,8 @@ class LoadedModel:
         """Raise CheckpointError unless each tensor of another checkpoint has its place in the model. Reads none."""
         with self._open(model_dir, digested) as weights:
             self.weights.check(model_dir, weights)
+        if self.tower is not None:
+            check_tower(self.tower, model_dir, digested)
 
     @torch.inference_mode()
     def load(
@@ -128,6 +137,8 @@ class LoadedModel:
         self.stored = self._source = None
         with self._open(model_dir, digested, peer) as weights:
             self.stored = self.weights.load(model_dir, weights, progress, _AT_ONCE if peer is None else _WHOLE)
+            if self.tower is not None:
+                load_tower(self.tower, model_dir, digested)
             self.synchronize()
         self._source = weights.tensors
         self.files = weights.files
@@ -149,6 +160,17 @@ class LoadedModel:
         """Wait until all writes on the device have ended."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _image_inputs(self) -> NoImageInputs:
+        """Return what the images of a step add to the decoder's inputs, which are the same object on every step."""
+        config = self._config
+        if config.images is ImageMode.NONE:
+            return NO_IMAGE_INPUTS
+        assert isinstance(self.decoder, Decoder)
+        assert config.model.vision is not None
+        shard = config.position.shard
+        self.decoder.images = ImageInputs(config.model.vision, config.max_batch_tokens, self.placement, shard)
+        return self.decoder.images
 
     def _build(self) -> tuple[Model, ModelWeights]:
         # The table of rotary embeddings takes memory for every position that a sequence can have here.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -10,15 +11,26 @@ import torch
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import collect_headers, weight_files
+from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
 from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.weights import check_weights, fill_random, fill_shard
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.vision.tower import VisionTower
+from runner.placement import TensorPlacement
 
 _PREFIXES = ("model.visual.", "visual.")
 _AT_ONCE = 1 << 25  # values that are read and converted at a time
+
+
+def build_tower(config: NodeConfig, placement: TensorPlacement) -> VisionTower | None:
+    """Return the empty tower of a rank, None if it encodes no images."""
+    if not config.has_tower:
+        return None
+    assert config.model.vision is not None
+    assert config.image_processor is not None
+    return VisionTower(config.model.vision, config.image_processor, placement)
 
 
 @torch.inference_mode()
@@ -27,6 +39,22 @@ def load_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None 
 
     Its files must be those in ``digested``, unless it is empty.
     """
+    with _matched(tower, model_dir, digested) as tensors:
+        for name, (shard, source) in tensors.items():
+            fill_shard(model_dir, name, shard, source, _AT_ONCE)
+
+
+def check_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None = None) -> None:
+    """Raise CheckpointError unless each tensor of a checkpoint's tower has its place in this one. Reads none."""
+    with _matched(tower, model_dir, digested):
+        pass
+
+
+@contextmanager
+def _matched(
+    tower: VisionTower, model_dir: Path, digested: FileStates | None
+) -> Iterator[Mapping[str, tuple[WeightShard, FileSlice]]]:
+    """Open a checkpoint; give the memory and the stored values of each of the tower's tensors."""
     device = tower.pos_embed.weight.device
     with FileReader(device) as reader, ExitStack() as files:
         try:
@@ -42,8 +70,8 @@ def load_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None 
             }
             first = next(iter(stored), _PREFIXES[0])
             shards = _shards(tower, next(prefix for prefix in _PREFIXES if first.startswith(prefix)))
-            for name in check_weights(model_dir, stored, shards, ignored=()):
-                fill_shard(model_dir, name, shards[name], stored[name], _AT_ONCE)
+            names = check_weights(model_dir, stored, shards, ignored=())
+            yield {name: (shards[name], stored[name]) for name in names}
         except OSError as exc:
             raise CheckpointError(f"{model_dir} cannot be read ({exc}); download the checkpoint again") from exc
 

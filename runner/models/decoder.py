@@ -31,7 +31,7 @@ from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.token_predictor import PredictorNames, TokenPredictor
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
 from runner.models.model import Model
-from runner.models.vision.inputs import NO_IMAGE_INPUTS
+from runner.models.vision.inputs import NO_IMAGE_INPUTS, NoImageInputs
 from runner.placement import TensorPlacement
 
 
@@ -67,7 +67,7 @@ class Decoder(Model):
             placement.device,
             None if config.vision is None else config.vision.rope_sections,
         )
-        self.images = NO_IMAGE_INPUTS
+        self.images: NoImageInputs = NO_IMAGE_INPUTS
         self.attention = shard_of(config, position).attention
         self.depends_on_length = self.rotary.depends_on_length
 

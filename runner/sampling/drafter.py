@@ -21,6 +21,7 @@ from torch import Tensor
 from runner.attention import AttentionBackend
 from runner.batch import AttentionBatch
 from runner.models.model import Model
+from runner.models.vision.inputs import NoImageInputs
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class DraftRows:
 
 
 class Drafter:
-    def __init__(self, model: Model, backend: AttentionBackend, page_size: int) -> None:
+    def __init__(self, model: Model, images: NoImageInputs, backend: AttentionBackend, page_size: int) -> None:
+        """``images`` are the model's. Drafts behind images have exact positions; those amid one have its times."""
         self._model = model
+        self._images = images
         self._backend = backend
         self._page_size = page_size
 
@@ -57,7 +60,7 @@ class Drafter:
         """Store keys and values of a step without drafts behind it. ``backend`` has planned the step."""
         nothing = tokens.positions[:0]
         hidden = self._model.draft_inputs(tokens.hidden)
-        self._model.predict(tokens.next_ids, hidden, tokens.positions, self._backend, nothing)
+        self._model.predict(tokens.next_ids, hidden, self._images.times(tokens.positions), self._backend, nothing)
 
     def draft(self, tokens: PredictedTokens, rows: DraftRows, count: int, graph: bool = False) -> Tensor:
         """Do ``store``, and return the next ``count`` drafts of each row: [rows, count] int32, device.
@@ -66,14 +69,16 @@ class Drafter:
         into a CUDA graph: then the arrays of ``rows`` on the host have the right sizes, and any values.
         """
         hidden = self._model.draft_inputs(tokens.hidden)
-        result = self._model.predict(tokens.next_ids, hidden, tokens.positions, self._backend, rows.last)
+        times = self._images.times(tokens.positions)
+        result = self._model.predict(tokens.next_ids, hidden, times, self._backend, rows.last)
         position = tokens.positions.index_select(0, rows.last)
         drafts = [self._model.likeliest(result)]
         for number in range(1, count):
             held = torch.minimum(position + number, rows.device_limits - 1)
             batch = self._batch(rows, held, position + number < rows.device_limits, number)
             self._backend.plan(batch, graph=1 if graph else 0)
-            result = self._model.predict(drafts[-1], result, held, self._backend)
+            times = self._images.times_behind(held, rows.last)
+            result = self._model.predict(drafts[-1], result, times, self._backend)
             drafts.append(self._model.likeliest(result))
         return torch.stack(drafts, dim=1).int()
 

@@ -96,7 +96,8 @@ class RunnerV2(BaseModelRunner[InputBatch]):
     def _execute(
         self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
-        eager = all_hidden_states or batch.state_snapshots  # a graph stores none amid a prompt
+        # A graph stores no snapshot amid a prompt, and has the inputs of text.
+        eager = all_hidden_states or batch.state_snapshots or self._model.images.by_axis
         batch.graph = None if eager else self._forward.graph_for(batch.indices)
         self._inputs.build(batch, batch.graph or batch.indices.descriptor, self._state)
         result = yield from self._forward.run(batch, all_hidden_states or self._drafter is not None)

@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from pdserve.errors import CheckpointError, RequestError
 from pdserve.images import ImageInput
-from pdserve.model.image_processor import FILE, ImageProcessor, read_image_processor, smart_size, token_count
+from pdserve.model.image_processor import FILE, NESTED, ImageProcessor, read_image_processor, smart_size, token_count
 from pdserve.model.vision import VisionConfig
 from runner.models.vision.patches import patches, value_table
 
@@ -95,6 +95,24 @@ def test_the_file_that_qwen_publishes(tmp_path: Path) -> None:
     assert (taken.min_pixels, taken.max_pixels, taken.cell, taken.token_id) == (65536, 16777216, 32, 7)
     assert processor.mean == processor.std == (0.5, 0.5, 0.5)
     assert processor_of(tmp_path, **PUBLISHED, min_pixels=5000, max_pixels=90000).image_input(7).min_pixels == 5000
+
+
+def test_fields_within_the_processor_s_file_count(tmp_path: Path) -> None:
+    """transformers 5 writes them there; an older file beside it may be another model's."""
+    plain = processor_of(tmp_path)
+    (tmp_path / NESTED).write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
+    assert read_image_processor(tmp_path, TOWER) == plain
+    (tmp_path / NESTED).write_text(json.dumps({"image_processor": {**PROCESSOR, **CLIP}}))
+    (tmp_path / FILE).write_text(json.dumps({**PROCESSOR, "patch_size": 14}))
+    nested = read_image_processor(tmp_path, TOWER)
+    library: Any = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+    assert nested is not None
+    assert nested.mean == tuple(library.image_mean) == tuple(CLIP["image_mean"])
+    (tmp_path / FILE).unlink()
+    assert read_image_processor(tmp_path, TOWER) == nested
+    (tmp_path / NESTED).write_text(json.dumps({"image_processor": {**PROCESSOR, "resample": 2}}))
+    with pytest.raises(CheckpointError, match=r"processor_config.json image_processor has resample = 2"):
+        read_image_processor(tmp_path, TOWER)
 
 
 def test_any_other_field_makes_another_fingerprint(tmp_path: Path) -> None:

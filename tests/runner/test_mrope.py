@@ -105,7 +105,7 @@ class Seeing:
         return sequence.output, torch.tensor(prompt + sampled)
 
     def _begin(self, spans: Images, features: list[Features], start: int, end: int) -> None:
-        axes = torch.from_numpy(np.arange(start, end) + rope_offsets(spans, start, end))
+        axes = torch.from_numpy(rope_offsets(spans, start, end))
         rows = []
         values = []
         deepstack = []
@@ -192,9 +192,13 @@ def test_offsets_move_text_behind_an_image() -> None:
     inputs = ImageInputs(VISION, 8, CPU)
     inputs.offsets[2:4] = -5
     assert inputs.positions(torch.tensor([3, 4, 10, 20, 7])).tolist() == [3, 4, 5, 15, 7]
-    inputs.begin(torch.arange(6).view(3, 2), *_rows())
-    assert inputs.positions(torch.tensor([8, 9])).shape == (3, 2)
+    assert inputs.times(torch.tensor([3, 4, 10])).tolist() == [3, 4, 5]
+    assert inputs.times_behind(torch.tensor([12, 8, 3]), torch.tensor([2, 0, 3])).tolist() == [7, 8, 0]
+    inputs.begin(torch.tensor([[-1, -2], [0, -1], [-2, 0]]), *_rows())
+    assert inputs.by_axis
+    assert inputs.positions(torch.tensor([8, 9])).tolist() == [[7, 7], [8, 8], [6, 9]]
     inputs.end()
+    assert not inputs.by_axis
     assert inputs.positions(torch.tensor([8, 9])).tolist() == [8, 9]
 
 
@@ -210,6 +214,13 @@ def test_rows_of_images_are_forgotten_after_the_step() -> None:
     inputs.after_layer(0, residual)
     assert residual[:, 0].tolist() == [1, 3, 1]
     assert not inputs.embed(torch.zeros(3, 64)).any()
+
+
+def test_one_shard_of_a_stage_has_the_rows_of_images() -> None:
+    both = [ImageInputs(VISION, 8, CPU, shard) for shard in (0, 1)]
+    for inputs in both:
+        inputs.begin(None, *_rows())
+    assert [inputs.embed(torch.ones(3, 64))[:, 0].tolist() for inputs in both] == [[1, 7, 1], [1, 0, 1]]
 
 
 def _rows() -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import choose_parallel_config, shard_of
+from pdserve.config.resolution.images import choose_images
 from pdserve.config.resolution.quantized_layers import keep_quantized, quantized_at_load
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv.layout import FP8_E4M3, KVLayout, KVScales
@@ -394,11 +395,14 @@ def node_config(
     draft_layers: int = 0,
     draft_head: Path | None = None,
     gpu_memory_utilization: float | None = None,
+    images: str = "off",
+    encodes: bool = True,
 ) -> NodeConfig:
     """Return rank 0's configuration for a checkpoint, without ``pdserve.config.resolve.resolve``.
 
     ``state_slots``: slots of recurrent state, if the model has any. With ``kv_scales``, one per layer that attends,
-    the KV cache is FP8. ``draft_head`` is the checkpoint of an EAGLE-3 head.
+    the KV cache is FP8. ``draft_head`` is the checkpoint of an EAGLE-3 head. ``images`` is the option,
+    ``encodes`` whether the node's role computes prompts.
     """
     decision = Decision(runner=runner, reasons=("test",))
     model = keep_quantized(quantized_at_load(load_model_config(model_dir, impl), quantization), decision)
@@ -421,6 +425,7 @@ def node_config(
             load_format=load_format,
             max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization,
+            images=images,
         ),
         model_dir=str(model_dir),
         model=model,
@@ -443,4 +448,5 @@ def node_config(
         threads=threads,
         compat_fields={},
     )
-    return config.for_rank(0, config.device)
+    settings = choose_images(config.options, model_dir, model, None, parallel, dtype, encodes).value
+    return settings.within(config).for_rank(0, config.device)

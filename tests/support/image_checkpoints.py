@@ -21,7 +21,7 @@ import torch
 import transformers
 from checkpoints import reference_greedy
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from small_tokenizers import byte_level, write
 from tokenizers import AddedToken
 from torch import Tensor
@@ -183,6 +183,26 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
         del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def add_predictor(directory: Path) -> None:
+    """Add a random layer that predicts further tokens to a checkpoint of Qwen3.5, as published."""
+    stored = load_file(directory / "model.safetensors")
+    prefix = "model.language_model.layers.1."  # attends
+    tensors = {
+        "mtp.layers.0." + name.removeprefix(prefix): tensor.flip(0)
+        for name, tensor in stored.items()
+        if name.startswith(prefix)
+    }
+    size = stored["model.language_model.norm.weight"].numel()
+    generator = torch.Generator().manual_seed(2)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.2 * torch.randn(size, generator=generator)
+    tensors["mtp.fc.weight"] = torch.randn(size, 2 * size, generator=generator) / size**0.5
+    save_file(tensors, directory / "more.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def random_image(height: int, width: int, seed: int, mode: str = "RGB") -> Image.Image:

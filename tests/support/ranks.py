@@ -19,7 +19,8 @@ from triton_interpreter import make_interpreter_faster
 
 import runner
 from pdserve.config.node_config import NodeConfig
-from pdserve.records import TokenLogprobs
+from pdserve.images import Images
+from pdserve.records import EncodedImage, TokenLogprobs
 from pdserve.sampling_params import SamplingParams
 
 _ROOT = Path(__file__).parents[2]
@@ -33,6 +34,8 @@ class Case(msgspec.Struct, frozen=True):
     samplings: tuple[SamplingParams, ...]
     num_tokens: int
     chunk: int = 1 << 30  # tokens of a prompt in one step
+    images: tuple[Images, ...] = ()  # by prompt; empty: none has any
+    pixels: tuple[EncodedImage, ...] = ()
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -63,10 +66,15 @@ def answer_of(case: Case, rank: int = 0, rendezvous: str | int = "") -> Answer:
     where = rendezvous if isinstance(rendezvous, str) else socket.socket(fileno=rendezvous)
     model_runner = runner.build(config, lambda stage, fraction: None, where)
     stepper = Stepper(model_runner)
+    stepper.samples = config.position.is_last
+    stepper.pixels = {image.digest: image for image in case.pixels}
     generated: list[Running] = []
     for sampling in case.samplings:
-        generated += stepper.generate(case.prompts, case.num_tokens, sampling, case.chunk, stagger=1)
+        generated += stepper.generate(
+            case.prompts, case.num_tokens, sampling, case.chunk, stagger=1, images=case.images
+        )
     num_blocks = model_runner.kv_layout.num_blocks
+    getattr(model_runner, "_parallel").all_reduce_min(0)  # noqa: B009  # the last stage may still send tokens
     model_runner.close()
     outcomes = [Outcome(tuple(one.output), tuple(sample.logprobs for sample in one.samples)) for one in generated]
     return Answer(num_blocks, tuple(outcomes))

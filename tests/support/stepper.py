@@ -13,10 +13,20 @@ from itertools import islice
 
 import torch
 
+from pdserve.images import Images
 from pdserve.kv.groups import NULL_BLOCK, first_block
 from pdserve.kv.states import NO_SLOT
 from pdserve.protocols import ModelRunner
-from pdserve.records import NewBlocks, NewSequence, PromptLogprobs, Sample, ScheduledSequence, StepPlan
+from pdserve.records import (
+    Drafts,
+    EncodedImage,
+    NewBlocks,
+    NewSequence,
+    PromptLogprobs,
+    Sample,
+    ScheduledSequence,
+    StepPlan,
+)
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 
@@ -35,6 +45,7 @@ class Running:
     blocks: list[int] = field(default_factory=list)
     state_slot: int = NO_SLOT
     samples: list[Sample] = field(default_factory=list)  # samples of this choice
+    images: Images = ()
     others: list[list[Sample]] = field(default_factory=list)  # per step, all choices where several were drawn
 
     @property
@@ -46,6 +57,7 @@ class Stepper:
     def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
         self.runner = runner
         self.free = list(range(runner.kv_layout.num_blocks))
+        self.samples = True  # False: the runner is of an earlier pipeline stage, whose tokens are not known here
         self.keeps_windows = False  # keep blocks behind windows: other sequences begin with them
         self.num_freed = 0  # blocks behind windows
         random.Random(seed).shuffle(self.free)
@@ -54,17 +66,26 @@ class Stepper:
         random.Random(seed).shuffle(self.free_slots)
         self.live: dict[int, Running] = {}
         self.scored: dict[int, list[PromptLogprobs]] = {}  # by sequence
+        self.pixels: dict[bytes, EncodedImage] = {}  # by digest, of the images of all prompts
+        self.encoded: list[bytes] = []  # digests, in the order of encoding
+        self._embedded: set[bytes] = set()
+        self._yielded: dict[int, tuple[int, ...]] = {}  # tokens of the last decode with drafts
         self._known: set[int] = set()
         self._finished: list[int] = []
         self._next = 0
         self._step = 0
 
     def add(
-        self, tokens: Sequence[int], sampling: SamplingParams = GREEDY, prompt_len: int | None = None, choice: int = 0
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        prompt_len: int | None = None,
+        choice: int = 0,
+        images: Images = (),
     ) -> int:
         seq = self._next
         self._next += 1
-        self.live[seq] = Running(list(tokens), prompt_len or len(tokens), sampling, choice)
+        self.live[seq] = Running(list(tokens), prompt_len or len(tokens), sampling, choice, images=images)
         return seq
 
     def finish(self, seq: int) -> Running:
@@ -78,7 +99,7 @@ class Stepper:
     def preempt(self, seq: int) -> int:
         """Drop a sequence's KV and add its tokens as a new sequence; return the new number."""
         old = self.finish(seq)
-        new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice)
+        new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice, old.images)
         self.live[new].samples = old.samples
         return new
 
@@ -105,13 +126,17 @@ class Stepper:
                         sampling=sequence.sampling,
                         choice=sequence.choice,
                         state_slot=sequence.state_slot,
+                        images=sequence.images,
                     )
                 )
             elif blocks:
                 new_blocks.append(NewBlocks(seq, tuple(blocks)))
             scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0))
+        dropped, images = self._order_images(scheduled)
         plan = StepPlan(
             self._step,
+            dropped_images=dropped,
+            images=images,
             finished=tuple(self._finished),
             new=tuple(new),
             scheduled=tuple(scheduled),
@@ -121,10 +146,14 @@ class Stepper:
         self._finished = []
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
-        assert len(output.token_ids) == sum(item.num_samples for item in scheduled)
+        token_ids = output.token_ids
+        if not self.samples:
+            assert not token_ids
+            token_ids = (0,) * sum(item.num_samples for item in scheduled)
+        assert len(token_ids) == sum(item.num_samples for item in scheduled)
         for seq, logprobs in output.prompt_logprobs:
             self.scored.setdefault(seq, []).append(logprobs)
-        samples = (Sample(token, output.logprobs.get(index)) for index, token in enumerate(output.token_ids))
+        samples = (Sample(token, output.logprobs.get(index)) for index, token in enumerate(token_ids))
         for item in scheduled:
             sequence = self.live[item.seq]
             sequence.computed += item.num_tokens
@@ -136,6 +165,45 @@ class Stepper:
                 sequence.samples.append(drawn[0])
                 sequence.others.append(drawn)
 
+    def decode(self, seq: int, drafts: tuple[int, ...] = (), drafts_ahead: int = 0) -> tuple[int, ...]:
+        """Decode one sequence with ``drafts``; return those that the model makes for the next step."""
+        sequence = self.live[seq]
+        blocks = self._extend(sequence, len(sequence.tokens) + len(drafts) + drafts_ahead)
+        yielded = self._yielded.pop(seq, ())
+        plan = StepPlan(
+            self._step,
+            scheduled=(ScheduledSequence.decode(seq, len(drafts)),),
+            num_decodes=1,
+            new_blocks=(NewBlocks(seq, tuple(blocks)),) if blocks else (),
+            drafts=(Drafts(seq, drafts, yielded),) if drafts or yielded else (),
+            drafts_ahead=drafts_ahead,
+        )
+        self._step += 1
+        output = self.runner.launch(plan).result()
+        if drafts:
+            self._yielded[seq] = output.token_ids
+        sequence.tokens += output.token_ids
+        sequence.computed += len(output.token_ids)
+        return dict(output.drafts).get(seq, ())
+
+    def _order_images(self, scheduled: list[ScheduledSequence]) -> tuple[tuple[bytes, ...], tuple[EncodedImage, ...]]:
+        """Return the images that no sequence needs any more, and those whose first token is computed now."""
+        needed: set[bytes] = set()
+        for sequence in self.live.values():
+            needed |= {span.digest for span in sequence.images if sequence.computed < span.end}
+        dropped = tuple(self._embedded - needed)
+        self._embedded &= needed
+        images = []
+        for item in scheduled:
+            sequence = self.live[item.seq]
+            for span in sequence.images:
+                starts = span.start < sequence.computed + item.num_tokens and sequence.computed < span.end
+                if starts and span.digest not in self._embedded:
+                    self._embedded.add(span.digest)
+                    self.encoded.append(span.digest)
+                    images.append(self.pixels[span.digest])
+        return dropped, tuple(images)
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -143,15 +211,20 @@ class Stepper:
         sampling: SamplingParams = GREEDY,
         chunk: int = 1 << 30,
         stagger: int = 0,
+        images: Sequence[Images] = (),
     ) -> list[Running]:
-        """Run prompts together, each until it has ``num_tokens`` outputs; they arrive ``stagger`` steps apart."""
-        waiting = list(prompts)
+        """Run prompts together, each until it has ``num_tokens`` outputs; they arrive ``stagger`` steps apart.
+
+        ``images``: the images of each prompt; their ``pixels`` are known. Empty: no prompt has any.
+        """
+        waiting = list(zip(prompts, images or [()] * len(prompts), strict=True))
         seqs: list[int] = []
         results: dict[int, Running] = {}
         step = 0
         while waiting or len(results) < len(prompts):
             while waiting and (stagger == 0 or step >= stagger * len(seqs)):
-                seqs.append(self.add(waiting.pop(0), sampling))
+                prompt, spans = waiting.pop(0)
+                seqs.append(self.add(prompt, sampling, images=spans))
             self.step(chunk)
             step += 1
             for seq in [s for s in seqs if s in self.live and len(self.live[s].output) == num_tokens]:
@@ -191,7 +264,7 @@ def copy_to(target: Stepper, source: Stepper, seq: int) -> int:
     """
     sequence = source.live[seq]
     layout = target.runner.kv_layout
-    new = target.add(sequence.tokens, prompt_len=sequence.prompt_len)
+    new = target.add(sequence.tokens, prompt_len=sequence.prompt_len, images=sequence.images)
     target.live[new].computed = sequence.computed
     blocks = [NULL_BLOCK if block == NULL_BLOCK else target.free.pop() for block in sequence.blocks]
     target.live[new].blocks = blocks

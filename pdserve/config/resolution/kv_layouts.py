@@ -98,8 +98,12 @@ def choose_kv_memory(
     parallel: ParallelConfig,
     dtype: str,
     units: list[RankKV],
+    images: int,
 ) -> Resolved[int]:
-    """Return the bytes of a rank for KV and recurrent states. Raises CapacityError if weights leave none."""
+    """Return the bytes of a rank for KV and recurrent states. Raises CapacityError if weights leave none.
+
+    ``images``: bytes of a vision tower and of embeddings, which count as weights.
+    """
     if options.kv_cache_memory is not None:
         return Resolved(options.kv_cache_memory)
     if options.simulated:
@@ -111,6 +115,7 @@ def choose_kv_memory(
         memory = min(_CPU_KV_MEMORY, device.memory // 8)
         return Resolved(memory, "1 GiB on a CPU, at most an eighth of the memory")
     weights = max(weight_bytes(model, parallel.position(rank), dtype) for rank in range(parallel.num_ranks))
+    weights += images
     memory = int(device.memory * options.memory_share) - weights - _CUDA_RESERVE
     if memory <= 0:
         raise CapacityError(

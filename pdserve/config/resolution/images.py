@@ -1,0 +1,192 @@
+"""Choose what a node does with images, and the memory of their embeddings.
+
+Nothing of it is in ``compat_fields``: text is computed alike with and without a tower, and the KV of images is exact
+without them. Each block that an image overlaps has in its hash the digest of the pixels, which begins with the image
+processor's fingerprint. So unequal processors share no such block, and a node without a tower finds all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pdserve.checkpoint.weight_files import read_headers
+from pdserve.config.node_config import NodeConfig
+from pdserve.config.node_options import OFF, ON, NodeOptions
+from pdserve.config.parallel import ParallelConfig, active_parameters
+from pdserve.config.resolution.resolved import Resolved
+from pdserve.errors import CheckpointError, ConfigError
+from pdserve.images import ImageInput, ImageMode, largest_image
+from pdserve.kv.layout import DTYPE_BYTES
+from pdserve.model.image_processor import FILE, ImageProcessor, read_image_processor, token_count
+from pdserve.model.model_config import TRANSFORMERS, ModelConfig, vision_problem
+from pdserve.model.pooling import PoolingConfig
+from pdserve.model.vision import VisionConfig
+
+SCREEN = (1080, 1920)  # pixels of an image whose tokens and costs are named
+_CACHED_IMAGES = 2  # largest images: a prompt needs one while another one is encoded
+_PREFIXES = ("model.visual.", "visual.")  # names of a tower's tensors
+_PLAIN = ("F32", "F16", "BF16")
+
+
+class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of NodeConfig that concern images."""
+
+    mode: ImageMode = ImageMode.NONE
+    problem: str = ""
+    accepted: ImageInput | None = None
+    processor: ImageProcessor | None = None
+    cache: int = 0
+    token_bytes: int = 0
+    token_cost: float = 0.0
+    tower_bytes: int = 0  # weights
+
+    @property
+    def memory(self) -> int:
+        """Bytes that images take on a device of the first stage between steps."""
+        return self.tower_bytes + self.cache
+
+    def within(self, config: NodeConfig) -> NodeConfig:
+        """Return a configuration with these settings."""
+        return msgspec.structs.replace(
+            config,
+            images=self.mode,
+            image_problem=self.problem,
+            image_input=self.accepted,
+            image_processor=self.processor,
+            image_cache=self.cache,
+            image_token_bytes=self.token_bytes,
+            image_token_cost=self.token_cost,
+        )
+
+
+def choose_images(
+    options: NodeOptions,
+    model_dir: Path,
+    model: ModelConfig,
+    pooling: PoolingConfig | None,
+    parallel: ParallelConfig,
+    dtype: str,
+    encodes: bool,
+) -> Resolved[ImageSettings]:
+    """Choose the mode and the sizes. ``encodes``: the node's role computes prompts.
+
+    Raises ConfigError and CheckpointError if ``images`` is on and cannot be; ConfigError for too small a cache.
+    """
+    is_on = options.images == ON
+    if options.images == OFF:
+        return _refused("--images off" if model.multimodal else "")
+    problem = _model_problem(model_dir, model, pooling, parallel)
+    processor = None
+    if not problem and model.vision is not None:
+        try:
+            processor = read_image_processor(model_dir, model.vision)
+            problem = _checkpoint_problem(options, model_dir, processor)
+        except CheckpointError as exc:
+            if is_on:
+                raise
+            problem = str(exc)
+    if problem and is_on:
+        raise ConfigError(f"images on: {problem}; leave --images out, for text only")
+    if problem or model.vision is None or processor is None:
+        return _refused(problem if model.multimodal else "")
+    accepted = processor.image_input(model.vision.image_token_id)
+    if not (encodes or is_on):
+        reason = "prefill nodes encode images, this one continues their prompts"
+        return Resolved(ImageSettings(mode=ImageMode.POSITIONS, accepted=accepted), reason, ImageMode.POSITIONS)
+    settings = _with_tower(options, model, model.vision, processor, accepted, parallel, dtype)
+    return Resolved(settings, "the checkpoint has a vision tower and an image processor", ImageMode.TOWER)
+
+
+def _refused(problem: str) -> Resolved[ImageSettings]:
+    return Resolved(ImageSettings(problem=problem), problem and f"images are refused: {problem}", ImageMode.NONE)
+
+
+def describe_images(config: NodeConfig) -> str:
+    """Describe what a node does with images; empty for a checkpoint of a text model."""
+    accepted = config.image_input
+    if accepted is None:
+        return f"refused: {config.image_problem}" if config.image_problem else ""
+    height, width = SCREEN
+    tokens = token_count(accepted, height, width)
+    most = largest_image(accepted, config.max_model_len)
+    sizes = f"{width} × {height} pixels are {tokens} tokens, the largest image {most}"
+    if config.images is ImageMode.POSITIONS:
+        return f"encoded by prefill nodes; {sizes}"
+    held = config.image_cache // config.image_token_bytes
+    cache = f"{config.image_cache / 2**20:.0f} MiB of embeddings ({held} tokens)"
+    return f"a vision tower of {config.tower_bytes / 2**20:.0f} MiB, {cache}; {sizes}"
+
+
+def _model_problem(model_dir: Path, model: ModelConfig, pooling: PoolingConfig | None, parallel: ParallelConfig) -> str:
+    """Return why the model cannot take images; empty if it can."""
+    if not model.multimodal:
+        return f"{model.architecture} is a text model"
+    if pooling is not None:
+        return f"task {pooling.task} takes text"
+    if model.impl == TRANSFORMERS:
+        return "transformers' layers serve its text model alone"
+    if model.vision is None:
+        return vision_problem(model_dir, model)
+    needed = len(model.vision.deepstack) + 1
+    first = parallel.stage_layers[0]
+    if model.vision.deepstack and first < needed:
+        return f"the first pipeline stage has {first} layers, and images need {needed} there; use --stage-layers"
+    return ""
+
+
+def _checkpoint_problem(options: NodeOptions, model_dir: Path, processor: ImageProcessor | None) -> str:
+    """Return why the files do not suffice for images; empty if they do. Reads the headers of the weights."""
+    if processor is None:
+        return f"{model_dir} has no {FILE}"
+    if not options.reads_weights:
+        return ""
+    tensors = [
+        (name, tensor)
+        for tensors in read_headers(model_dir).values()
+        for name, tensor in tensors.items()
+        if name.startswith(_PREFIXES)
+    ]
+    if not tensors:
+        return f"{model_dir} has no tensors of a vision tower"
+    packed = next((f"{name} has dtype {tensor.dtype}" for name, tensor in tensors if tensor.dtype not in _PLAIN), "")
+    return packed and f"the vision tower is quantized: {packed}"
+
+
+def _with_tower(
+    options: NodeOptions,
+    model: ModelConfig,
+    vision: VisionConfig,
+    processor: ImageProcessor,
+    accepted: ImageInput,
+    parallel: ParallelConfig,
+    dtype: str,
+) -> ImageSettings:
+    token_bytes = model.hidden_size * DTYPE_BYTES[dtype] * (1 + len(vision.deepstack))
+    tokens = largest_image(accepted, options.max_model_len or model.max_position_embeddings)
+    least = tokens * token_bytes
+    cache = options.image_cache or _CACHED_IMAGES * least
+    if cache < least:
+        raise ConfigError(
+            f"image_cache {cache} has no room for the largest image, {tokens} embeddings of {token_bytes} bytes; give "
+            f"at least {least}, or lower --max-model-len"
+        )
+    return ImageSettings(
+        mode=ImageMode.TOWER,
+        accepted=accepted,
+        processor=processor,
+        cache=cache,
+        token_bytes=token_bytes,
+        token_cost=_token_cost(model, vision, accepted, parallel),
+        tower_bytes=0 if options.simulated else vision.num_weights * DTYPE_BYTES[dtype],
+    )
+
+
+def _token_cost(model: ModelConfig, vision: VisionConfig, accepted: ImageInput, parallel: ParallelConfig) -> float:
+    """Return the tower's FLOPs per token, in a screenshot, over those of a prompt token on a rank of the first stage.
+
+    A prompt token takes two per active weight of the rank. Every shard runs the whole tower.
+    """
+    patches = token_count(accepted, *SCREEN) * vision.merge_size**2
+    return vision.token_flops(patches) / (2 * active_parameters(model, parallel.position(0)))

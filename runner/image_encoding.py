@@ -1,0 +1,173 @@
+"""Images of sequences: which tokens of a step are of images, their embeddings and their positions.
+
+    plan   dropped images ─► rows are free │ images ─► tower ─► rows     new sequences ─► spans
+    step   chunk of a prompt that overlaps an image   rows and offsets by axis, eager      ImageInputs.begin
+           text behind images, decodes, drafts        an offset per token, also in graphs  ImageInputs.offsets
+
+The host knows how much of a prompt is computed when it plans a step, and decodes need the offset behind the last image
+only. So the inputs of a step depend on no token of a step in flight. All of them are written on the stream of the
+forward pass, behind the steps before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pdserve.config.node_config import NodeConfig
+from pdserve.image_positions import rope_delta, rope_offsets
+from pdserve.images import Images
+from pdserve.records import EncodedImage, NewSequence, ScheduledSequence, StepPlan
+from runner.models.vision.embeddings import ImageEmbeddings, ImagePart
+from runner.models.vision.inputs import ImageInputs
+from runner.models.vision.tower import VisionTower
+from runner.pinned_memory import copied, copied_bytes
+from runner.placement import TensorPlacement
+from runner.step_parts import StepFeature, StepPart
+
+IMAGE_COPIES = 4  # to the device, in a step: offsets, offsets by axis, rows and their places
+
+
+class _Sequence:
+    """The images of a sequence, and the tokens that are computed while some of these are not."""
+
+    def __init__(self, images: Images, num_computed: int) -> None:
+        self.images = images
+        self.delta = rope_delta(images)
+        self._num_computed = num_computed
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether all images are computed."""
+        return self._num_computed >= self.images[-1].end
+
+    def compute(self, num_tokens: int) -> int:
+        """Count tokens of a chunk, and return the index of the first."""
+        start = self._num_computed
+        self._num_computed += num_tokens
+        return start
+
+
+@dataclass
+class _Rows:
+    """What images change in the inputs of a step, on the host."""
+
+    offsets: NDArray[np.int64]  # [3 (time, height, width), tokens]
+    rows: list[NDArray[np.int64]] = field(default_factory=list)  # tokens of the step, by part
+    parts: list[ImagePart] = field(default_factory=list)
+
+    def add(self, images: Images, start: int, end: int, row: int) -> None:
+        """Add a chunk of a prompt: its tokens start … end - 1, which are the rows from ``row`` on."""
+        self.offsets[:, row : row + end - start] = rope_offsets(images, start, end)
+        for span in images:
+            first = max(start, span.start)
+            last = min(end, span.end)
+            if first < last:
+                self.rows.append(np.arange(first, last) + (row - start))
+                self.parts.append(ImagePart(span.digest, first - span.start, last - span.start))
+
+
+class ImageEncoding(StepFeature[Any]):
+    """Works for every runner: it needs the plan alone."""
+
+    def __init__(
+        self, config: NodeConfig, inputs: ImageInputs, tower: VisionTower | None, placement: TensorPlacement
+    ) -> None:
+        """``tower`` is None on later stages, and on nodes that continue prompts of peers."""
+        self._inputs = inputs
+        self._tower = tower
+        self._device = placement.device
+        self._has_embedding = config.position.is_first
+        capacity = 0 if tower is None else config.image_cache // config.image_token_bytes
+        assert config.model.vision is not None
+        self._embeddings = ImageEmbeddings(config.model.vision, capacity, placement)
+        self._sequences: dict[int, _Sequence] = {}
+        inputs.offsets.zero_()  # a feature before this one, of a trial run, may have left others
+        self._num_written = 0  # tokens in ``inputs.offsets`` that may differ from 0
+        self._written: tuple[ScheduledSequence, ...] = ()  # the step whose offsets are there, if the next has the same
+
+    def add(self, new: NewSequence) -> None:
+        if new.images:
+            self._sequences[new.seq] = _Sequence(new.images, new.num_computed)
+            self._written = ()
+
+    def remove(self, seq: int) -> None:
+        if self._sequences.pop(seq, None) is not None:
+            self._written = ()
+
+    def part(self, plan: StepPlan) -> StepPart[Any] | None:
+        for digest in plan.dropped_images:
+            self._embeddings.drop(digest)
+        if not plan.scheduled:
+            return None
+        rows = self._rows(plan)
+        images = plan.images if self._tower is not None else ()
+        return _ImageStep(self, images, rows) if images or rows is not None else None
+
+    def weights_changed(self) -> None:
+        self._embeddings.clear()
+
+    def _rows(self, plan: StepPlan) -> _Rows | None:
+        """Count the tokens of a step. Return what images change in its inputs; None if nothing, or as before."""
+        if not (self._sequences or self._num_written) or plan.scheduled == self._written:
+            return None
+        rows = _Rows(np.zeros((3, plan.num_tokens), np.int64))
+        all_behind = True
+        row = 0
+        for item in plan.scheduled:
+            sequence = self._sequences.get(item.seq)
+            if sequence is not None and sequence.is_behind:
+                rows.offsets[:, row : row + item.num_tokens] = sequence.delta
+            elif sequence is not None:
+                all_behind = False
+                start = sequence.compute(item.num_tokens)
+                rows.add(sequence.images, start, start + item.num_tokens, row)
+            row += item.num_tokens
+        self._written = plan.scheduled if all_behind else ()
+        return rows if rows.parts or self._num_written or rows.offsets[0].any() else None
+
+    def encode(self, image: EncodedImage) -> None:
+        assert self._tower is not None
+        pixels = copied_bytes(image.pixels, self._device).view(image.height, image.width, -1)
+        self._embeddings.put(image.digest, self._tower.encode(pixels))
+
+    def begin(self, rows: _Rows) -> None:
+        """Give the next forward pass its inputs."""
+        times = rows.offsets[0]
+        count = max(len(times), self._num_written)
+        offsets = np.zeros(count, np.int64)
+        offsets[: len(times)] = times
+        self._inputs.offsets[:count] = copied(offsets, self._device)
+        self._num_written = len(times) if times.any() else 0
+        if not rows.parts:
+            return
+        axes = copied(rows.offsets, self._device)
+        if not self._has_embedding:
+            self._inputs.begin_positions(axes)
+            return
+        features = self._embeddings.gather(rows.parts)
+        places = copied(np.concatenate(rows.rows), self._device)
+        self._inputs.begin(axes, places, features.embeddings, features.deepstack)
+
+    def end(self) -> None:
+        self._inputs.end()
+
+
+class _ImageStep(StepPart[Any]):
+    def __init__(self, feature: ImageEncoding, images: tuple[EncodedImage, ...], rows: _Rows | None) -> None:
+        self._feature = feature
+        self._images = images
+        self._rows = rows
+
+    def before_forward(self, batch: Any) -> None:
+        for image in self._images:
+            self._feature.encode(image)
+        if self._rows is not None:
+            self._feature.begin(self._rows)
+
+    def after_forward(self, batch: Any, hidden: torch.Tensor) -> None:
+        self._feature.end()

@@ -1,0 +1,177 @@
+"""What a node does with images: by its options, its role, and the checkpoint's tower and image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from image_checkpoints import KINDS, PROCESSOR, make_image_checkpoint
+from safetensors.torch import load_file, save_file
+
+from cli.explain import as_text, describe
+from pdserve.config.compatibility import compat_hash
+from pdserve.config.memory_fit import check_room, image_memory
+from pdserve.config.node_config import DeviceInfo, NodeConfig
+from pdserve.config.node_options import NodeOptions
+from pdserve.config.resolve import resolve
+from pdserve.config.same_model import check_same_model
+from pdserve.errors import CapacityError, CheckpointError, ConfigError
+from pdserve.images import ImageMode
+from pdserve.model.image_processor import read_image_processor
+
+CPU = DeviceInfo(kind="cpu", index=0, name="cpu", memory=1 << 34)
+
+
+def resolved(checkpoint: Path, encodes: bool = True, **options: Any) -> NodeConfig:
+    sizes = {"kv_cache_memory": 4 << 20, "max_model_len": 1024}
+    return resolve(NodeOptions(**{"model": str(checkpoint), **sizes, **options}), CPU, {}, encodes=encodes)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_checkpoint(tmp_path_factory.mktemp("images") / request.param, request.param)
+
+
+@pytest.fixture
+def changed(checkpoint: Path, tmp_path: Path) -> Path:
+    """Return a copy of a checkpoint, to change its files."""
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_checkpoints_with_a_tower_take_images(checkpoint: Path) -> None:
+    config = resolved(checkpoint)
+    vision = config.model.vision
+    assert vision is not None
+    assert config.images is ImageMode.TOWER
+    assert config.image_processor == read_image_processor(checkpoint, vision)
+    assert config.image_input is not None
+    assert config.image_input.token_id == vision.image_token_id
+    assert config.image_token_bytes == 64 * 4 * (1 + len(vision.deepstack))
+    assert config.image_cache == 2 * 256 * config.image_token_bytes
+    assert config.has_tower
+    assert image_memory(config) == config.image_cache + 4 * vision.num_weights
+    with pytest.raises(CapacityError, match="weights"):
+        check_room(config, "float32", 1 << 20)
+    assert "images     a vision tower of" in as_text(config)
+    assert "1920 × 1080 pixels are 252 tokens" in as_text(config)
+    assert describe(config)["images"]["tokens_of_1080p"] == 252
+
+
+def test_nodes_that_do_not_compute_prompts_take_positions_unless_images_are_on(checkpoint: Path) -> None:
+    config = resolved(checkpoint, encodes=False)
+    assert config.images is ImageMode.POSITIONS
+    assert config.image_processor is None
+    assert config.image_cache == image_memory(config) == 0
+    assert config.image_input == resolved(checkpoint).image_input
+    assert "encoded by prefill nodes" in as_text(config)
+    assert resolved(checkpoint, encodes=False, images="on").images is ImageMode.TOWER
+
+
+def test_text_is_exchanged_with_nodes_without_images(checkpoint: Path) -> None:
+    configs = [resolved(checkpoint), resolved(checkpoint, images="off"), resolved(checkpoint, encodes=False)]
+    assert len({compat_hash(config.compat_fields) for config in configs}) == 1
+    assert configs[1].images is ImageMode.NONE
+    assert "images     refused: --images off" in as_text(configs[1])
+
+
+def test_simulated_nodes_have_no_tower(checkpoint: Path) -> None:
+    config = resolved(checkpoint, engine="simulated", kv_cache_memory=None)
+    assert config.images is ImageMode.TOWER
+    assert config.image_input is not None
+    assert not config.has_tower
+
+
+def test_nodes_without_weights_have_random_towers(checkpoint: Path) -> None:
+    assert resolved(checkpoint, load_format="dummy").has_tower
+
+
+def check_refused(checkpoint: Path, words: str, error: type[Exception] = ConfigError, **options: Any) -> None:
+    """A node takes text only and says why, or does not start with ``images`` on."""
+    config = resolved(checkpoint, **options)
+    assert config.images is ImageMode.NONE
+    assert config.image_input is None
+    assert words in config.image_problem
+    assert any(words in choice for choice in config.choices)
+    with pytest.raises(error) as refused:
+        resolved(checkpoint, images="on", **options)
+    assert words in str(refused.value)
+
+
+def test_a_checkpoint_without_an_image_processor(changed: Path) -> None:
+    (changed / "preprocessor_config.json").unlink()
+    check_refused(changed, "has no preprocessor_config.json")
+
+
+def test_an_image_processor_that_is_not_supported(changed: Path) -> None:
+    (changed / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "resample": 2}))
+    check_refused(changed, "has resample = 2; supported is 3", CheckpointError)
+
+
+def test_a_tower_that_is_not_supported(changed: Path) -> None:
+    config = json.loads((changed / "config.json").read_text())
+    config["vision_config"]["hidden_act"] = "relu"
+    (changed / "config.json").write_text(json.dumps(config))
+    check_refused(changed, "has hidden_act 'relu'")
+    check_same_model(resolved(changed), changed)
+
+
+def test_weights_without_a_tower(changed: Path) -> None:
+    tensors = load_file(changed / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if ".visual." not in name}, changed / "model.safetensors")
+    check_refused(changed, "has no tensors of a vision tower")
+
+
+def test_a_quantized_tower(changed: Path) -> None:
+    tensors = load_file(changed / "model.safetensors")
+    name = "model.visual.blocks.0.attn.proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, changed / "model.safetensors")
+    check_refused(changed, f"the vision tower is quantized: {name} has dtype F8_E4M3")
+
+
+def test_models_through_the_library(tmp_path: Path) -> None:
+    checkpoint = make_image_checkpoint(tmp_path / "model", "qwen3_vl")
+    check_refused(checkpoint, "has no native layers", model_impl="transformers")
+
+
+def test_a_first_stage_without_the_layers_that_embeddings_join(tmp_path: Path) -> None:
+    checkpoint = make_image_checkpoint(tmp_path / "model", "qwen3_vl")
+    words = "the first pipeline stage has 3 layers, and images need 4 there"
+    check_refused(checkpoint, words, pp=2, stage_layers=(3, 1))
+
+
+def test_text_models_say_nothing_of_images(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3")
+    config = resolved(checkpoint, max_model_len=None)
+    assert config.images is ImageMode.NONE
+    assert "image" not in as_text(config)
+    with pytest.raises(ConfigError, match="images on: Qwen3ForCausalLM is a text model"):
+        resolved(checkpoint, max_model_len=None, images="on")
+
+
+def test_the_cache_holds_the_largest_image(checkpoint: Path) -> None:
+    largest = 256 * resolved(checkpoint).image_token_bytes
+    assert resolved(checkpoint, image_cache=largest).image_cache == largest
+    with pytest.raises(ConfigError, match=rf"image_cache {largest - 1} .* 256 embeddings.*at least {largest}"):
+        resolved(checkpoint, image_cache=largest - 1)
+    assert resolved(checkpoint, image_cache=largest - 1, max_model_len=255).images is ImageMode.TOWER
+    with pytest.raises(ConfigError, match="image_cache 5 needs images, which are off"):
+        resolved(checkpoint, image_cache=5, images="off")
+
+
+def test_a_checkpoint_with_another_image_processor_is_not_reloaded(checkpoint: Path, changed: Path) -> None:
+    config = resolved(checkpoint)
+    check_same_model(config, changed)
+    (changed / "preprocessor_config.json").unlink()
+    check_same_model(config, changed)
+    nested = {"image_processor": {**PROCESSOR, "image_mean": 0.25}, "processor_class": "Qwen3VLProcessor"}
+    (changed / "processor_config.json").write_text(json.dumps(nested))
+    with pytest.raises(CheckpointError, match="has another image processor than this node"):
+        check_same_model(config, changed)
+    check_same_model(msgspec.structs.replace(config, image_input=None), changed)

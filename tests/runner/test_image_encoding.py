@@ -1,0 +1,377 @@
+"""Runners encode the images of plans: prompts in chunks of any size have the library's tokens and log-probabilities.
+
+python -m pytest -m slow tests/runner/test_image_encoding.py     V2, in Triton's interpreter on CPUs
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from checkpoints import node_config
+from image_checkpoints import KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
+from PIL import Image
+from ranks import Case, answers_of_ranks
+from safetensors.torch import load_file, save_file
+from stepper import Stepper, copy_to
+
+import runner
+from pdserve.errors import CheckpointError
+from pdserve.images import ImageMode, Images, image_digest
+from pdserve.model.image_processor import smart_size
+from pdserve.protocols import ModelRunner
+from pdserve.records import EncodedImage
+from pdserve.sampling_params import SamplingParams
+from pdserve.weights.change import WeightChange
+from runner.warmup import run_largest_steps
+
+NUM_TOKENS = 5
+SCORED = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=0, prompt_logprobs=0)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Prompt(msgspec.Struct):
+    """A conversation, the library's tokens after it, and the log-probabilities of all tokens but the first."""
+
+    ids: list[int]
+    spans: Images
+    pixels: list[EncodedImage]
+    tokens: list[int]
+    logprobs: torch.Tensor
+
+
+class Library:
+    """The library's model of a checkpoint, and prompts for ours."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+        self.reference = ImageReference(checkpoint)
+        accepted = node_config(checkpoint, images="on").image_input
+        assert accepted is not None
+        self.accepted = accepted
+
+    def encoded(self, image: Image.Image) -> EncodedImage:
+        """Return the image as a router sends it."""
+        height, width = smart_size(self.accepted, image.height, image.width)
+        pixels = np.array(image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)).tobytes()
+        return EncodedImage(image_digest(self.accepted.fingerprint, height, width, pixels), height, width, pixels)
+
+    def prompt(self, *parts: str | Image.Image) -> Prompt:
+        images = [part for part in parts if not isinstance(part, str)]
+        pixels = [self.encoded(image) for image in images]
+        ids, spans = self.reference.prompt(*parts)
+        spans = tuple(
+            msgspec.structs.replace(span, digest=image.digest) for span, image in zip(spans, pixels, strict=True)
+        )
+        tokens = self.reference.greedy(ids, images, NUM_TOKENS)
+        logprobs = self.reference.logits([*ids, *tokens], images).log_softmax(dim=-1)[:-1]
+        logprobs = logprobs.gather(1, torch.tensor([*ids, *tokens])[1:, None])[:, 0]
+        return Prompt(ids, spans, pixels, tokens, logprobs)
+
+    def conversation(self, number: int) -> Prompt:
+        """Return a random conversation with up to four images of random sizes."""
+        numbers = random.Random(number)
+        parts: list[str | Image.Image] = []
+        for index in range(numbers.randrange(5)):
+            parts += ["x" * numbers.randrange(12), random_image(*_size(numbers), seed=10 * number + index)]
+        return self.prompt(*parts, "so " * numbers.randrange(1, 6))
+
+
+def make_checkpoint(path: Path, kind: str, seed: int = 2) -> Path:
+    """Write a checkpoint that two stages can share. It samples no placeholder: the library takes all for images'."""
+    text = {"num_hidden_layers": 5} if kind == "qwen3_vl" else {}
+    make_image_checkpoint(path, kind, seed=seed, **text)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"][json.loads((path / "config.json").read_text())["image_token_id"]] = 0.0
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def _size(numbers: random.Random) -> tuple[int, int]:
+    return numbers.choice(((64, 64), (96, 160), (33, 250), (250, 33), (128, 70)))
+
+
+def build(
+    checkpoint: Path, version: str = "V1", graphs: bool = False, max_drafts: int = 0, **options: Any
+) -> ModelRunner:
+    backend, device = ("triton", DEVICE) if version == "V2" else ("torch", "cpu")
+    options = {"max_model_len": 600, "num_blocks": 96, "max_num_seqs": 4, "max_batch_tokens": 1024, **options}
+    config = node_config(
+        checkpoint, runner=version, attention_backend=backend, device=device, **{"images": "on", **options}
+    )
+    config = msgspec.structs.replace(config, cuda_graphs=graphs, max_drafts=max_drafts)
+    return runner.build(config, lambda stage, fraction: None)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(make_checkpoint(tmp_path_factory.mktemp("encoding") / request.param, request.param))
+
+
+@pytest.fixture(scope="module")
+def stepper(library: Library) -> Iterator[Stepper]:
+    built = build(library.checkpoint)
+    yield Stepper(built)
+    built.close()
+
+
+def run(stepper: Stepper, prompts: Sequence[Prompt], chunk: int) -> None:
+    """Run prompts together, and compare each with the library."""
+    seqs = [add(stepper, prompt) for prompt in prompts]
+    waiting = set(seqs)
+    while waiting:
+        stepper.step(chunk)
+        for seq in tuple(waiting):
+            if len(stepper.live[seq].output) == NUM_TOKENS:
+                prompt = prompts[seqs.index(seq)]
+                assert stepper.live[seq].output == prompt.tokens
+                tables = b"".join(part.table for part in stepper.scored[seq])
+                scored = [logprob for logprob, _ in struct.iter_unpack("<fi", tables)]
+                samples = [sample.logprobs for sample in stepper.live[seq].samples]
+                scored += [logprobs.logprob for logprobs in samples if logprobs is not None]
+                torch.testing.assert_close(torch.tensor(scored), prompt.logprobs, rtol=0, atol=3e-4)
+                stepper.finish(seq)
+                waiting.remove(seq)
+
+
+def add(stepper: Stepper, prompt: Prompt, sampling: SamplingParams = SCORED) -> int:
+    stepper.pixels |= {image.digest: image for image in prompt.pixels}
+    return stepper.add(prompt.ids, sampling, images=prompt.spans)
+
+
+@pytest.mark.parametrize("chunk", [1000, 37, 8])
+def test_conversations_are_the_library_s(library: Library, stepper: Stepper, chunk: int) -> None:
+    for first in range(0, 8, 4):
+        run(stepper, [library.conversation(number) for number in range(first, first + 4)], chunk)
+
+
+def test_an_image_of_two_prompts_is_encoded_once(library: Library, stepper: Stepper) -> None:
+    image = random_image(96, 96, seed=1)
+    other = random_image(96, 96, seed=2)
+    prompts = [
+        library.prompt("a", image, "b", other),
+        library.prompt("a longer beginning", image),
+        library.prompt("some text"),
+    ]
+    stepper.encoded.clear()
+    run(stepper, prompts, 6)
+    assert sorted(stepper.encoded) == sorted(image.digest for image in prompts[0].pixels)
+    run(stepper, prompts[:1], 1000)
+    assert len(stepper.encoded) == 4  # no prompt needed them in between
+
+
+def test_a_preempted_prompt_goes_on(library: Library, stepper: Stepper) -> None:
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    seq = add(stepper, prompt)
+    for steps in (1, 2, 6):
+        for _ in range(steps):
+            stepper.step(9)
+        seq = stepper.preempt(seq)
+    while len(stepper.live[seq].output) < NUM_TOKENS:
+        stepper.step(9)
+    assert stepper.finish(seq).output == prompt.tokens
+
+
+def test_a_prompt_with_a_computed_prefix_begins_amid_an_image(library: Library, stepper: Stepper) -> None:
+    """Its blocks come from another sequence, as a prefix hit's do."""
+    if node_config(library.checkpoint).state_layout is not None:
+        pytest.skip("recurrent states are snapshots at ends of blocks")
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(96, 128, seed=4), "!")
+    whole = add(stepper, prompt)
+    stepper.step()
+    for computed in (16, 32):
+        assert any(span.start < computed < span.end for span in prompt.spans)
+        seq = add(stepper, prompt)
+        running = stepper.live[seq]
+        running.computed = computed
+        running.blocks = [stepper.free.pop() for _ in range(computed // 16)]
+        cache = stepper.runner._cache.tensor.view(torch.uint8)  # type: ignore[attr-defined]
+        cache = cache.view(stepper.runner.kv_layout.num_blocks, -1)
+        for to, source in zip(running.blocks, stepper.live[whole].blocks, strict=False):
+            cache[to] = cache[source]
+        while len(running.output) < NUM_TOKENS:
+            stepper.step(1000)
+        assert stepper.finish(seq).output == prompt.tokens
+    stepper.finish(whole)
+
+
+def test_a_node_with_positions_only_continues_a_prompt(library: Library, stepper: Stepper) -> None:
+    if node_config(library.checkpoint).state_layout is not None:
+        pytest.skip("the harness copies no recurrent states")
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    config = node_config(library.checkpoint, images="auto", encodes=False, max_model_len=600)
+    assert config.images is ImageMode.POSITIONS
+    assert config.image_cache == 0
+    built = runner.build(msgspec.structs.replace(config, kv_layout=stepper.runner.kv_layout), lambda *_: None)
+    decoding = Stepper(built)
+    seq = add(stepper, prompt)
+    stepper.step()
+    continued = copy_to(decoding, stepper, seq)
+    stepper.finish(seq)
+    while len(decoding.live[continued].output) < NUM_TOKENS:
+        decoding.step()
+    assert decoding.finish(continued).output == prompt.tokens
+    add(decoding, prompt)
+    with pytest.raises(AssertionError, match=f"image {prompt.spans[0].digest.hex()}, which is not encoded"):
+        decoding.step()
+    built.close()
+
+
+def test_a_reloaded_tower_is_that_of_the_checkpoint(library: Library, tmp_path: Path) -> None:
+    other = Library(make_checkpoint(tmp_path / "other", library.checkpoint.name, seed=5))
+    built = build(library.checkpoint)
+    parts = ["see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"]
+    before = library.prompt(*parts)
+    stepper = Stepper(built)
+    run(stepper, [before], 1000)
+    tensors = load_file(other.checkpoint / "model.safetensors")
+    lacking = tmp_path / "lacking"
+    shutil.copytree(other.checkpoint, lacking)
+    del tensors["model.visual.merger.linear_fc2.bias"]
+    save_file(tensors, lacking / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks the tensors model\.visual\.merger\.linear_fc2\.bias"):
+        built.change_weights(WeightChange(model_dir=str(lacking)))
+    run(stepper, [before], 1000)
+    built.change_weights(WeightChange(model_dir=str(other.checkpoint)))
+    after = other.prompt(*parts)
+    assert after.tokens != before.tokens
+    run(Stepper(built), [after], 1000)
+    built.close()
+
+
+def test_random_towers_encode(library: Library) -> None:
+    built = build(library.checkpoint, load_format="dummy")
+    stepper = Stepper(built)
+    prompt = library.prompt("see ", random_image(64, 64, seed=4), "!")
+    seq = add(stepper, prompt)
+    stepper.step()
+    assert all(math.isfinite(logprob) for logprob, _ in struct.iter_unpack("<fi", stepper.scored[seq][0].table))
+    built.close()
+
+
+def test_warming_up_leaves_no_image(library: Library) -> None:
+    """The largest image has more tokens than a step, and takes half of the cache."""
+    config = node_config(library.checkpoint, images="on", max_batch_tokens=128, max_num_seqs=4)
+    built = runner.build(config, lambda stage, fraction: None)
+    for _ in range(3):
+        run_largest_steps(built, config)
+        assert not built._model.images.offsets.any()  # type: ignore[attr-defined]
+    prompt = library.prompt("see ", random_image(250, 250, seed=4), "!")
+    run(Stepper(built), [prompt], 100)
+    built.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_ranks_have_the_library_s_tokens(library: Library, version: str) -> None:
+    """Shards encode the same images, and the first one embeds them. Later stages have their positions."""
+    prompts = [
+        library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"),
+        library.prompt("plain text"),
+        library.prompt(random_image(64, 64, seed=5), "?"),
+    ]
+    options: dict[str, Any] = {"images": "on", "max_num_seqs": 4, "max_batch_tokens": 256, "max_model_len": 300}
+    options |= {"attention_backend": {"V1": "torch", "V2": "triton"}[version], "runner": version}
+    # Deepstack joins three layers of the first stage, and recurrent models need both kinds of layers in each.
+    stage_layers = (4, 1) if library.checkpoint.name == "qwen3_vl" else (2, 2)
+    splits: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2, "stage_layers": stage_layers}]
+    cases = [
+        Case(
+            config=node_config(library.checkpoint, **options, **split),
+            prompts=tuple(tuple(prompt.ids) for prompt in prompts),
+            samplings=(msgspec.structs.replace(SCORED, prompt_logprobs=-1),),
+            num_tokens=NUM_TOKENS,
+            chunk=11,
+            images=tuple(prompt.spans for prompt in prompts),
+            pixels=tuple(image for prompt in prompts for image in prompt.pixels),
+        )
+        for split in splits
+    ]
+    for answers in answers_of_ranks(cases, 2):
+        assert [list(outcome.tokens) for outcome in answers[-1].outcomes] == [prompt.tokens for prompt in prompts]
+
+
+def check_drafts(library: Library, stepper: Stepper) -> None:
+    """Right drafts behind images are accepted, wrong ones change nothing."""
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    seq = add(stepper, prompt)
+    stepper.step()
+    right = prompt.tokens
+    stepper.decode(seq, (right[1], right[2]))
+    assert stepper.live[seq].output == right[:4]
+    stepper.decode(seq, ((right[4] + 1) % 500, 7))
+    assert stepper.finish(seq).output == right
+
+
+def test_right_drafts_behind_images_are_accepted(library: Library) -> None:
+    built = build(library.checkpoint, max_drafts=2)
+    check_drafts(library, Stepper(built))
+    built.close()
+
+
+def made_drafts(library: Library, built: ModelRunner) -> list[tuple[int, ...]]:
+    """Return the drafts of the model's own layer behind each step of a prompt; the tokens are the library's."""
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!")
+    stepper = Stepper(built)
+    seq = add(stepper, prompt)
+    for _ in range(3):
+        stepper.step(20)
+    made: list[tuple[int, ...]] = []
+    while len(stepper.live[seq].output) < NUM_TOKENS:
+        made.append(stepper.decode(seq, made[-1] if made else (), drafts_ahead=2))
+    assert stepper.finish(seq).output[:NUM_TOKENS] == prompt.tokens
+    built.close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    checkpoint = make_image_checkpoint(tmp_path_factory.mktemp("drafting") / "model", "qwen3_5")
+    add_predictor(checkpoint)
+    return Library(checkpoint)
+
+
+def test_the_model_s_own_drafts_change_no_token(drafting: Library) -> None:
+    made = made_drafts(drafting, build(drafting.checkpoint, draft_layers=1, max_drafts=2))
+    assert all(len(drafts) == 2 for drafts in made)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_v2_drafts_behind_images_as_v1(drafting: Library, graphs: bool) -> None:
+    options: dict[str, Any] = {"max_drafts": 2, "max_num_seqs": 2, "num_blocks": 48, "max_batch_tokens": 64}
+    v2 = build(drafting.checkpoint, "V2", graphs, draft_layers=1, **options)
+    assert made_drafts(drafting, v2) == made_drafts(drafting, build(drafting.checkpoint, draft_layers=1, **options))
+    v2 = build(drafting.checkpoint, "V2", graphs, **options)
+    check_drafts(drafting, Stepper(v2))
+    v2.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_v2_has_the_library_s_tokens(library: Library, graphs: bool) -> None:
+    """Also with the padding of graphs, for steps of decodes beside a text prompt."""
+    built = build(library.checkpoint, "V2", graphs, max_num_seqs=3, num_blocks=48, max_batch_tokens=256)
+    prompts = [
+        library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"),
+        library.prompt("plain text"),
+        library.prompt(random_image(64, 64, seed=5), "?"),
+    ]
+    stepper = Stepper(built)
+    for chunk in (1000, 11):
+        run(stepper, prompts, chunk)
+    run(stepper, prompts[1:2], 1000)  # offsets of images are gone
+    built.close()
