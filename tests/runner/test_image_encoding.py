@@ -89,7 +89,7 @@ class Library:
 
 def make_checkpoint(path: Path, kind: str, seed: int = 2) -> Path:
     """Write a checkpoint that two stages can share. It samples no placeholder: the library takes all for images'."""
-    text = {"num_hidden_layers": 5} if kind == "qwen3_vl" else {}
+    text: dict[str, Any] = {"num_hidden_layers": 5} if kind == "qwen3_vl" else {}
     make_image_checkpoint(path, kind, seed=seed, **text)
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"][json.loads((path / "config.json").read_text())["image_token_id"]] = 0.0
@@ -230,7 +230,7 @@ def test_a_node_with_positions_only_continues_a_prompt(library: Library, stepper
 def test_a_reloaded_tower_is_that_of_the_checkpoint(library: Library, tmp_path: Path) -> None:
     other = Library(make_checkpoint(tmp_path / "other", library.checkpoint.name, seed=5))
     built = build(library.checkpoint)
-    parts = ["see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"]
+    parts: list[str | Image.Image] = ["see ", random_image(160, 96, seed=3), " and ", random_image(64, 64, seed=4), "!"]
     before = library.prompt(*parts)
     stepper = Stepper(built)
     run(stepper, [before], 1000)
