@@ -117,6 +117,10 @@ class Engine:
                     scheduler.resume(rid)
                 case messages.FreeLease(rid):
                     scheduler.free_lease(rid)
+                case messages.PutPixels():
+                    scheduler.images.put(command)
+                case messages.DropPixels(digest):
+                    scheduler.images.drop(digest)
                 case messages.Connect(peer):
                     scheduler.connector.peers.connect(peer)
                 case messages.Disconnect(epoch):

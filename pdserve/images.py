@@ -84,13 +84,18 @@ def block_extra(images: Images, start: int, end: int) -> bytes:
 
 def block_images(images: Images, start: int, end: int) -> tuple[tuple[bytes, int], ...]:
     """Return digest and relative place of each image with tokens among start … end - 1."""
+    return tuple((span.digest, span.start - start) for span in images_among(images, start, end))
+
+
+def images_among(images: Images, start: int, end: int) -> Images:
+    """Return the images with tokens among start … end - 1."""
     if not images:
         return ()
     first = bisect_right(images, start, key=_end)
     last = first
     while last < len(images) and images[last].start < end:
         last += 1
-    return tuple((span.digest, span.start - start) for span in images[first:last])
+    return images[first:last]
 
 
 def _end(span: ImageSpan) -> int:

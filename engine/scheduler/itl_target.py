@@ -144,6 +144,10 @@ class ChunkBudget:
         if sequence is self._oldest:
             self._reserved = 0.0
 
+    def spend_images(self, work: int) -> None:
+        """Count the encoding of images, in tokens of a prompt that attend to none."""
+        self._spent += work * self._cost.base
+
     def _cost_of(self, sequence: Sequence, num_tokens: int) -> float:
         return num_tokens * self._cost.at(sequence.num_launched + num_tokens / 2)
 

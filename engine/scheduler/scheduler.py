@@ -29,6 +29,7 @@ import msgspec
 
 from engine.grammars.constraints import GrammarConstraints
 from engine.grammars.workers import GrammarWorkers
+from engine.images.image_steps import ImagesFactory, no_images
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
@@ -70,6 +71,7 @@ class Scheduler:
         *,
         connector: ConnectorFactory = KVConnectorScheduler,
         drafting: DraftingFactory = no_drafting,
+        images: ImagesFactory = no_images,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -85,6 +87,7 @@ class Scheduler:
         parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
         self.connector = connector(parts)
         self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
+        self.images = images(self.totals)
         self._drafting = drafting(config, self._kv, self.meter, self.totals, self.events)
         self._constraints = GrammarConstraints(
             grammars, config.vocab_size, config.eos_token_ids, propose=self._drafting.propose
@@ -123,11 +126,13 @@ class Scheduler:
             totals=self.totals,
             meter=self.meter,
             drafting=self._drafting,
+            images=self.images,
         )
         self.loads = KVLoads(
             self._live, self._kv, self.connector.peers, self._choices, branch=self._results.branch, clock=clock
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
+        self._unseen: list[Sequence] = []  # prompts that the step being planned leaves out: they lack pixels
         self._num_plans = 0
         self._busy = 0.0  # seconds until the device can begin the step that is planned
         self.expected = 0.0  # seconds that the latest plan takes; inf if unknown
@@ -145,6 +150,8 @@ class Scheduler:
         if needed > self.pool.total:
             text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
             self.events.refused.append(Refused(request.rid, "RequestTooLong", text))
+        elif fault := self.images.fault(request.images):
+            self.events.refused.append(Refused(request.rid, "RequestError", fault))
         elif not branches and self._num_waiting >= self._config.max_waiting and not self._refuse_for(request):
             self._refuse_overload(request.rid)
         elif not self._constraints.holds(request):
@@ -187,8 +194,9 @@ class Scheduler:
         self.connector.free_lease(rid)
 
     def forget_cached(self) -> None:
-        """Empty the prefix cache, since other weights compute other KV. No request may be open."""
+        """Empty the caches of KV and images, since other weights compute others. No request may be open."""
         self._kv.forget_cached()
+        self.images.forget()
         self.events.status_changed = True
 
     def suspects(self, planning: bool) -> set[int]:
@@ -218,6 +226,7 @@ class Scheduler:
             self._config.max_batch_tokens,
             self._config.full_step,
             tile=self._config.tile,
+            images=self.images,
             crowding=self._fair_share.crowding,
         )
         if self._make_room() and self._add_running(builder):
@@ -233,7 +242,9 @@ class Scheduler:
         finished = self._live.take_finished()
         states = self._kv.take_state_orders(self._num_plans)
         builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
-        return builder.plan(finished, self.connector.take_digest_orders(), states)
+        plan = builder.plan(finished, self.connector.take_digest_orders(), states)
+        self._refuse_unseen()
+        return plan
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""
@@ -292,8 +303,12 @@ class Scheduler:
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
         loadable = self.connector.peers.loadable
-        waiting = sum(max(0, s.prompt_len - max(0, s.table.cached_at_lookup, loadable(s))) for s in self._live.waiting)
-        return waiting + sum(max(0, s.end_here - s.num_computed) for s in self._prompts if not s.ended)
+        waiting = sum(self._missing_work(s, max(0, s.table.cached_at_lookup, loadable(s))) for s in self._live.waiting)
+        return waiting + sum(self._missing_work(s, s.num_computed) for s in self._prompts if not s.ended)
+
+    def _missing_work(self, sequence: Sequence, computed: int) -> int:
+        """Return the tokens behind the first ``computed`` that steps have to compute, with the work of their images."""
+        return max(0, sequence.end_here - computed) + self.images.backlog(sequence, computed)
 
     # ------------------------------------------------------------ planning
 
@@ -331,6 +346,7 @@ class Scheduler:
                 self._refuse(self._live.newest_for_peers)
             runnable = self._select()
         self._prompts = []
+        self.images.begin(self._num_plans, runnable.prompts)
         waited = self._joining.longest_wait(runnable, self._busy)  # no stream joins any more once it is in the step
         self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
@@ -404,6 +420,14 @@ class Scheduler:
             self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
             self.cancel(sequence.rid)
 
+    def _refuse_unseen(self) -> None:
+        """Refuse prompts that need pixels, once the step is planned: it may decode other choices of their requests."""
+        for sequence in self._unseen:
+            if not sequence.ended:
+                self.events.refused.append(Refused(sequence.rid, "ImagesMissing", self.images.missing(sequence)))
+                self.cancel(sequence.rid)
+        self._unseen = []
+
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
         """Allocate blocks for waiting sequences in order, while there are some, and add them to the step.
 
@@ -422,14 +446,22 @@ class Scheduler:
             if not sequence.num_outputs:
                 sequence.request.queued += self._clock() - sequence.request.waits_since
             self._live.run(sequence)
-            self._add_prompt(builder, sequence)
             self._prompts.append(sequence)
+            if not self._add_prompt(builder, sequence):
+                return True
         return True
 
-    def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
+    def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> bool:
+        """Add a chunk of a prompt. Return False if the prompt waits for an image, or is about to be refused."""
+        if self.images.missing(sequence):
+            self._unseen.append(sequence)
+            return False
         if self._kv.has_windows:
             self._kv.cover(sequence, builder.room(sequence))
         if not builder.has_prompts:
             builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
-        self._kv.launched(sequence, builder.add_prompt(sequence))
-        self.connector.peers.scheduled(sequence)
+        num_tokens = builder.add_prompt(sequence)
+        if num_tokens:
+            self._kv.launched(sequence, num_tokens)
+            self.connector.peers.scheduled(sequence)
+        return num_tokens > 0
