@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from enum import StrEnum
 from hashlib import sha256
+from math import ceil
 
 import msgspec
 
@@ -106,6 +107,11 @@ def first_needed(images: Images, computed: int) -> ImageSpan | None:
     """Return the first image of which not all tokens are among the first ``computed`` of the prompt."""
     index = bisect_right(images, computed, key=_end)
     return images[index] if index < len(images) else None
+
+
+def encoding_work(num_pixels: int, accepted: ImageInput, token_cost: float) -> int:
+    """Return the work of encoding an image, in tokens of a prompt; ``token_cost``: the work of a token of an image."""
+    return ceil(num_pixels // accepted.cell**2 * token_cost)
 
 
 def image_digest(fingerprint: bytes, height: int, width: int, pixels: bytes | memoryview) -> bytes:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import islice
-from math import ceil
 
 import msgspec
 
@@ -35,8 +34,8 @@ from engine.images.image_cache import ImageCache
 from engine.images.image_steps import ImageOrders, ImageSteps
 from engine.images.pixel_store import PixelStore
 from engine.sequence import Sequence
-from pdserve.images import ImageInput, Images, ImageSpan, images_among
-from pdserve.ipc.messages import PutPixels, Totals
+from pdserve.images import ImageInput, Images, ImageSpan, encoding_work, images_among
+from pdserve.ipc.messages import DropPixels, PutPixels, Totals
 from pdserve.records import EncodedImage, StepPlan
 
 
@@ -53,9 +52,9 @@ class EncodingCosts(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of its embeddings."""
         return span.num_tokens * self.token_bytes
 
-    def work(self, num_tokens: int) -> int:
-        """Return the work of encoding an image of so many tokens, in tokens of a prompt."""
-        return ceil(num_tokens * self.token_cost)
+    def work(self, height: int, width: int) -> int:
+        """Return the work of encoding an image of these pixels, in tokens of a prompt."""
+        return encoding_work(height * width, self.accepted, self.token_cost)
 
 
 class ImageEncoding(ImageSteps):
@@ -75,11 +74,11 @@ class ImageEncoding(ImageSteps):
 
     # ------------------------------------------------------------ commands
 
-    def put(self, part: PutPixels) -> None:
-        self._pixels.put(part)
-
-    def drop(self, digest: bytes) -> None:
-        self._pixels.drop(digest)
+    def take(self, pixels: PutPixels | DropPixels) -> None:
+        if isinstance(pixels, PutPixels):
+            self._pixels.put(pixels)
+        else:
+            self._pixels.drop(pixels.digest)
 
     def forget(self) -> None:
         self._cache.forget()
@@ -104,9 +103,10 @@ class ImageEncoding(ImageSteps):
                 )
         return ""
 
-    def backlog(self, sequence: Sequence, computed: int) -> int:
+    def missing_work(self, sequence: Sequence, computed: int) -> int:
         images = images_among(sequence.request.images, computed, sequence.end_here)
-        return sum(self._costs.work(image.num_tokens) for image in images if image.digest not in self._cache)
+        work = sum(self._work_of(image) for image in images if image.digest not in self._cache)
+        return super().missing_work(sequence, computed) + work
 
     # ------------------------------------------------------------ a step
 
@@ -148,7 +148,7 @@ class ImageEncoding(ImageSteps):
             if digest not in self._pixels:
                 return before
             encoded.add(digest)
-            work += self._costs.work(image.num_tokens)
+            work += self._work_of(image)
             if before + work < room:
                 num_tokens = min(num_tokens, room - work)
             elif before or self._exceeded or not (is_due or self._due is None):
@@ -169,7 +169,7 @@ class ImageEncoding(ImageSteps):
         for image in sorted(images, key=self._lacks_embeddings):  # cached ones first, or others might replace them
             if self._cache.use(image.digest, self._costs.size(image), self._step, kept):
                 self._encode(image)
-                work += self._costs.work(image.num_tokens)
+                work += self._work_of(image)
             elif image.start >= begin:
                 self._totals.image_cache_hits += 1
         self._exceeded |= work > 0 and num_tokens + work > room
@@ -181,11 +181,13 @@ class ImageEncoding(ImageSteps):
         return orders
 
     def work(self, plan: StepPlan) -> int:
-        cell = self._costs.accepted.cell
-        return sum(self._costs.work(image.height * image.width // cell**2) for image in plan.images)
+        return sum(self._costs.work(image.height, image.width) for image in plan.images)
 
     def applied(self, step: int) -> None:
         self._cache.applied(step)
+
+    def _work_of(self, image: ImageSpan) -> int:
+        return self._costs.work(*self._costs.accepted.size(image))
 
     def _lacks_embeddings(self, image: ImageSpan) -> bool:
         return image.digest not in self._cache

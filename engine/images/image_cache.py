@@ -34,7 +34,7 @@ class ImageCache:
         return digest in self._entries
 
     def fits(self, sizes: Mapping[bytes, int], kept: Collection[bytes]) -> bool:
-        """Return whether the next step may use all these images, by digest, in bytes: encoded there, or here already."""
+        """Return whether the next step may use all these images: ``sizes`` in bytes, by digest."""
         others = sum(
             entry.num_bytes
             for digest, entry in self._entries.items()

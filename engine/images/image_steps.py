@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engine.sequence import Sequence
 from pdserve.images import Images, images_among
-from pdserve.ipc.messages import PutPixels, Totals
+from pdserve.ipc.messages import DropPixels, PutPixels, Totals
 from pdserve.records import EncodedImage, StepPlan
 
 
@@ -26,11 +26,8 @@ class ImageSteps:
 
     # ------------------------------------------------------------ commands
 
-    def put(self, part: PutPixels) -> None:
-        """Take pixels from the frontend."""
-
-    def drop(self, digest: bytes) -> None:
-        """Free pixels. Unknown digests are ignored."""
+    def take(self, pixels: PutPixels | DropPixels) -> None:
+        """Take pixels from the frontend, or free some."""
 
     def forget(self) -> None:
         """Drop all embeddings with the next plan, since other weights make others. No step is in flight."""
@@ -54,9 +51,9 @@ class ImageSteps:
             "here; put the pixels to a node that does, and send the request again"
         )
 
-    def backlog(self, sequence: Sequence, computed: int) -> int:
-        """Return the work of encoding images behind the first ``computed`` tokens, in tokens of a prompt."""
-        return 0
+    def missing_work(self, sequence: Sequence, computed: int) -> int:
+        """Return the tokens of a prompt behind the first ``computed`` that steps compute, with the work of images."""
+        return max(0, sequence.end_here - computed)
 
     # ------------------------------------------------------------ a step
 

@@ -21,7 +21,7 @@ durations of earlier steps, which ``apply`` takes, and from when streams of hand
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import chain, islice
 from math import isfinite
 
@@ -40,12 +40,12 @@ from engine.request import Request
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import DraftingFactory, no_drafting
 from engine.scheduler.fair_share import FairShare
-from engine.scheduler.itl_target import ItlTarget, in_order
-from engine.scheduler.joining_streams import JoiningStreams
+from engine.scheduler.itl_target import ItlTarget, JoiningStreams, in_order
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.loads import KVLoads
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
+from engine.scheduler.refusals import Refusals
 from engine.scheduler.room import Room
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
@@ -53,7 +53,7 @@ from engine.scheduler.step_results import Emit, StepResults, no_emit
 from engine.scheduler.ttft_target import NO_ORDER, PromptOrder, TtftTarget
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import EventBatch, LastChunk, Refused, Status, Submit, Totals
+from pdserve.ipc.messages import EventBatch, LastChunk, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
@@ -103,8 +103,9 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
+        self._refusals = Refusals(self._live, self.images, self.events, config.max_waiting, self.cancel)
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
-        self._fair_share = FairShare(self._live)
+        self._fair_share = FairShare(self._live, self.room, self.totals)
         self._joining = JoiningStreams(self.connector.peers, clock)
         self._in_flight = StepsInFlight(config.stages)
         self._itl_target = ItlTarget(
@@ -132,7 +133,6 @@ class Scheduler:
             self._live, self._kv, self.connector.peers, self._choices, branch=self._results.branch, clock=clock
         )
         self._prompts: list[Sequence] = []  # running and incomplete when the latest step was planned
-        self._unseen: list[Sequence] = []  # prompts that the step being planned leaves out: they lack pixels
         self._num_plans = 0
         self._busy = 0.0  # seconds until the device can begin the step that is planned
         self.expected = 0.0  # seconds that the latest plan takes; inf if unknown
@@ -147,27 +147,12 @@ class Scheduler:
         request = Request(arrived=now - values.pop("age"), **values, branches=branches, waits_since=now)
         longest_output = max(map(len, branches.values()), default=0)
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
-        if needed > self.pool.total:
-            text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
-            self.events.refused.append(Refused(request.rid, "RequestTooLong", text))
-        elif fault := self.images.fault(request.images):
-            self.events.refused.append(Refused(request.rid, "RequestError", fault))
-        elif not branches and self._num_waiting >= self._config.max_waiting and not self._refuse_for(request):
-            self._refuse_overload(request.rid)
-        elif not self._constraints.holds(request):
+        if self._refusals.never_fits(request, needed, self.pool.total):
+            return
+        if not branches and self._refusals.overloaded(request, self._num_waiting):
+            return
+        if not self._constraints.holds(request):
             self._live.queue(self._choices.lead_sequence(request))
-
-    def _refuse_for(self, request: Request) -> bool:
-        """Refuse a waiting request so that ``request`` may wait, if that is fairer."""
-        if (sequence := self._live.waiting.to_refuse(request)) is None:
-            return False
-        self._refuse_overload(sequence.rid)
-        self.cancel(sequence.rid)
-        return True
-
-    def _refuse_overload(self, rid: int) -> None:
-        text = f"{self._num_waiting} requests are waiting, the limit is {self._config.max_waiting}; come back later"
-        self.events.refused.append(Refused(rid, "Overloaded", text))
 
     def cancel(self, rid: int) -> None:
         """Drop a request; its leased blocks stay leased. Unknown rids are ignored."""
@@ -229,11 +214,11 @@ class Scheduler:
             images=self.images,
             crowding=self._fair_share.crowding,
         )
-        if self._make_room() and self._add_running(builder):
+        if self._fair_share.make_room(self._num_plans, bool(self._in_flight)) and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.peers.revoking):
-                self._refuse(sequence for sequence in self._live.waiting if sequence.for_peer)
+                self._refusals.for_peers(sequence for sequence in self._live.waiting if sequence.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected
@@ -243,7 +228,7 @@ class Scheduler:
         states = self._kv.take_state_orders(self._num_plans)
         builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
         plan = builder.plan(finished, self.connector.take_digest_orders(), states)
-        self._refuse_unseen()
+        self._refusals.end_plan()
         return plan
 
     def prepare(self) -> None:
@@ -303,12 +288,9 @@ class Scheduler:
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
         loadable = self.connector.peers.loadable
-        waiting = sum(self._missing_work(s, max(0, s.table.cached_at_lookup, loadable(s))) for s in self._live.waiting)
-        return waiting + sum(self._missing_work(s, s.num_computed) for s in self._prompts if not s.ended)
-
-    def _missing_work(self, sequence: Sequence, computed: int) -> int:
-        """Return the tokens behind the first ``computed`` that steps have to compute, with the work of their images."""
-        return max(0, sequence.end_here - computed) + self.images.backlog(sequence, computed)
+        missing = self.images.missing_work
+        waiting = sum(missing(s, max(0, s.table.cached_at_lookup, loadable(s))) for s in self._live.waiting)
+        return waiting + sum(missing(s, s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
 
@@ -319,8 +301,7 @@ class Scheduler:
         for request in ready:
             self._live.queue(self._choices.lead_sequence(request))
         for rid, error in failed:
-            self.events.refused.append(Refused(rid, type(error).__name__, str(error)))
-            self.cancel(rid)
+            self._refusals.failed(rid, error)
 
     def _add_running(self, builder: StepBuilder) -> bool:
         """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
@@ -343,7 +324,7 @@ class Scheduler:
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)
             else:
-                self._refuse(self._live.newest_for_peers)
+                self._refusals.for_peers(self._live.newest_for_peers)
             runnable = self._select()
         self._prompts = []
         self.images.begin(self._num_plans, runnable.prompts)
@@ -397,37 +378,6 @@ class Scheduler:
         )
         return order
 
-    def _make_room(self) -> bool:
-        """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
-        sequence = self._fair_share.to_preempt(
-            self._num_plans, lambda head: not self.room.free_places or not self.room.may_have_blocks(head)
-        )
-        if sequence is not None:
-            if self._in_flight:
-                return False
-            self.room.preempt(sequence)
-            self.totals.fair_preemptions += 1
-            self._fair_share.made_room(self._num_plans)
-        return True
-
-    def _refuse(self, for_peers: Iterable[Sequence]) -> None:
-        """Refuse prompts for peers, which have blocks for them and compute them, as this node lacks room.
-
-        They might wait forever: the peers for prompts of this node, and growing windows for windows of other prompts.
-        """
-        text = "no room for prompts of peers while other prompts hold blocks; compute the prompt yourself"
-        for sequence in list(for_peers):
-            self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
-            self.cancel(sequence.rid)
-
-    def _refuse_unseen(self) -> None:
-        """Refuse prompts that need pixels, once the step is planned: it may decode other choices of their requests."""
-        for sequence in self._unseen:
-            if not sequence.ended:
-                self.events.refused.append(Refused(sequence.rid, "ImagesMissing", self.images.missing(sequence)))
-                self.cancel(sequence.rid)
-        self._unseen = []
-
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
         """Allocate blocks for waiting sequences in order, while there are some, and add them to the step.
 
@@ -453,8 +403,7 @@ class Scheduler:
 
     def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> bool:
         """Add a chunk of a prompt. Return False if the prompt waits for an image, or is about to be refused."""
-        if self.images.missing(sequence):
-            self._unseen.append(sequence)
+        if self._refusals.leaves_out(sequence):
             return False
         if self._kv.has_windows:
             self._kv.cover(sequence, builder.room(sequence))

@@ -13,10 +13,6 @@ from pdserve.kv.states import StateOrders
 from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
 Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
-# Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
-FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
-# Matrix products on an H200 compute tokens in tiles: one more than 1,024 costs as much as 96 more.
-TILE = {"cpu": 1, "cuda": 128, "simulated": 1}
 # Share of a full step for prompts of a crowding client: 6 ms (8B, H200), beside a decode step of 5 ms.
 CROWDING_FRACTION = 1 / 8
 

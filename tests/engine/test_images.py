@@ -13,15 +13,14 @@ from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from toy import reference
-from toy_images import PLACEHOLDER, Picture, SeeingNode, ask, prompt_of, seen
+from toy_images import Picture, SeeingNode, ask, prompt_of, seen
 from toy_node import BLOCK, DEPTHS, Node
 
 from engine.images.image_cache import ImageCache
 from engine.images.image_steps import no_images
 from engine.images.pixel_store import PixelStore
 from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
-from pdserve.images import ImageSpan
-from pdserve.ipc.messages import Cancel, FreeLease, Mode, Pause, PrefillLocally, PutPixels, Refused, Resume
+from pdserve.ipc.messages import Cancel, Mode, Pause, PrefillLocally, Refused, Resume
 from pdserve.records import StepPlan
 from pdserve.sampling_params import SamplingParams
 
@@ -199,7 +198,7 @@ def test_a_prefix_that_ends_amid_an_image_encodes_the_whole_image(see: MakeSeein
     ask(node, 2, prompt_of(2, A, 3))  # drops the embeddings of the first
     node.run()
     ids, images = prompt_of(2, LARGE, 3)
-    other = ids[:-3] + [77, 78, 79]
+    other = [*ids[:-3], 77, 78, 79]
     ask(node, 3, (other, images))
     node.run()
     assert node.tokens[3, 0] == reference(seen(other, images), 0, 1)
@@ -390,7 +389,7 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
     )
     pictures = [Picture(number, chance.randint(1, 3), chance.randint(1, 4)) for number in range(1, 7)]
     pixels = Counter[int]()  # prompts that need them, by number of the picture
-    open_prompts: dict[int, list[int]] = {}  # those whose pixels are here
+    open_prompts: dict[int, list[int]] = {}  # numbers of the pictures whose pixels are here, by rid
     expected: dict[int, list[int]] = {}
     cancelled: set[int] = set()
     refused: dict[int, str] = {}
