@@ -54,13 +54,14 @@ class Handoffs:
         """Send a request to the engine: with a handoff or pull from the named node, or without."""
         if not prefill_node:
             self.metrics.local_prefills.inc()
+        lacks_pixels = generation.lacks_pixels(0)
         if not prefill_node or not self.policy.choose_handoff(
-            generation.num_handoff_tokens, generation.sampling.prompt_logprobs
+            generation.num_handoff_tokens, generation.sampling.prompt_logprobs, lacks_pixels=lacks_pixels
         ):
             generation.submit_local()
             return
         try:
-            peer = named_peer(self.peers, prefill_node, only=generation.lacks_pixels(0))
+            peer = named_peer(self.peers, prefill_node, only=lacks_pixels)
         except PdserveError as exc:
             if self.policy.recompute_after(exc, generation.num_handoff_tokens):
                 generation.submit_local()

@@ -20,7 +20,7 @@ from engine.images.image_cache import ImageCache
 from engine.images.image_steps import no_images
 from engine.images.pixel_store import PixelStore
 from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
-from pdserve.ipc.messages import Cancel, Mode, Pause, PrefillLocally, Refused, Resume
+from pdserve.ipc.messages import Cancel, FreeLease, KVConfirmed, Mode, Pause, PrefillLocally, Refused, Resume
 from pdserve.records import StepPlan
 from pdserve.sampling_params import SamplingParams
 
@@ -237,6 +237,42 @@ def test_choices_share_the_images_of_their_prompt(see: MakeSeeing) -> None:
     node.run()
     assert [node.tokens[1, choice] for choice in range(3)] == [reference(seen(*prompt), c, 4) for c in range(3)]
     assert node.seeing.encoded == [A.digest]
+
+
+def test_a_prompt_for_a_peer_is_leased_with_its_images(see: MakeSeeing) -> None:
+    node = see(80, cache=8)
+    node.put(A, B)
+    prompt = prompt_of(3, A, 2, B, 4)
+    ask(node, 1, prompt, mode=Mode.LEASE)
+    leased = []
+    while not node.engine.idle:
+        leased += node.step().leased
+    assert node.kv_of(leased) == seen(*prompt)
+    node.obey(FreeLease(1))
+    node.assert_all_free()
+
+
+def test_a_pull_without_kv_encodes_the_images(see: MakeSeeing) -> None:
+    node = see(80, cache=8)
+    node.put(A)
+    prompt = prompt_of(3, A, 4)
+    ask(node, 1, prompt, mode=Mode.PULL_AND_LEASE)
+    node.step()
+    assert not node.seeing.encoded
+    node.obey(KVConfirmed(1, 0, ()))
+    node.run()
+    assert node.seeing.encoded == [A.digest]
+    node.obey(FreeLease(1))
+    node.assert_all_free()
+
+
+def test_backlog_counts_the_work_of_encoding(see: MakeSeeing) -> None:
+    node = see(80, cache=8, cost=3.0)
+    node.put(A)
+    ask(node, 1, prompt_of(2, A, 2))
+    assert node.scheduler.status().backlog == 8 + 12
+    node.run()
+    assert node.scheduler.status().backlog == 0
 
 
 # ---------------------------------------------------------------- refusals
