@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from pdserve.errors import Overloaded, RequestError, shown
+from pdserve.images import ImageInput
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES
 from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
@@ -63,6 +64,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     vector_sizes: frozenset[int] = frozenset()  # values of a vector, without the task "generate"
     matryoshka: bool = False  # clients may ask for fewer dimensions
     yes_or_no: bool = False  # scores compare the tokens "yes" and "no"
+    image_input: ImageInput | None = None  # images that the model takes; None: text only
 
     @property
     def max_model_len(self) -> int:

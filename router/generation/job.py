@@ -11,6 +11,7 @@ from pdserve.logs import request_fields
 from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import NO_SPAN, Span
 from router.fleet.policy import NO_HINT, RoutingHint
+from router.images.loading import LoadedImage
 from router.text.prompt import Prompt
 from router.text.stop_strings import Reasoned, StopStrings
 
@@ -22,6 +23,7 @@ class Job(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     vocab_size: int
     silent: bool = False
+    pictures: tuple[LoadedImage, ...] = ()  # images of ``prompt.images``, in their order
 
     @property
     def length(self) -> int:
