@@ -10,6 +10,7 @@ have otherwise; its id is dropped after tokenizing, so the pieces are text, whic
 
 from __future__ import annotations
 
+from itertools import islice
 from secrets import token_hex
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from pdserve.errors import RequestError, shown
 
 #: Stands for a placeholder in the templates of this process. A client that found it out would confuse only itself.
 MARK = f"\ue000image {token_hex(16)}\ue001"
+_MAX_KNIVES = 32  # special tokens that are tried; a tokenizer may have thousands, and a hostile text all of them
 
 
 class MarkTokenizer(Protocol):
@@ -65,7 +67,7 @@ def encode_marked(tokenizer: MarkTokenizer, rendered: str, token: ImageToken, ad
 def _cut(tokenizer: MarkTokenizer, rendered: str, token: ImageToken) -> tuple[str, int]:
     """Return the text with placeholders of the client's cut in two by a token, and the id of that token."""
     middle = len(token.text) // 2
-    for knife, knife_id in tokenizer.special_tokens().items():
+    for knife, knife_id in islice(tokenizer.special_tokens().items(), _MAX_KNIVES):
         if knife_id == token.token_id or knife in rendered:
             continue
         text = rendered.replace(token.text, token.text[:middle] + knife + token.text[middle:])

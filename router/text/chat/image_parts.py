@@ -14,7 +14,6 @@ import msgspec
 
 from pdserve.errors import shown
 
-MAX_ENCODED = 20 * 1024 * 1024  # bytes of an image as PNG, JPEG, WebP or GIF; OpenAI's limit
 DETAILS = ("auto", "low", "high", "original")  # values of ``detail``, which has no effect
 USER_OR_TOOL = "is an image in a message of another role; send it in a message of the user or in the output of a tool"
 
@@ -67,13 +66,9 @@ def image_of_url(url: Any, name: str, detail: Any = None, instead: str = "") -> 
 
 
 def image_of_base64(data: Any, name: str, instead: str = "") -> ImagePart:
-    """Check the length of base64 text. Its letters are checked where it is decoded."""
+    """Take base64 text. Its length and letters are checked where it is decoded."""
     if not isinstance(data, str) or not data:
         return ImagePart(name, fault="is an image without data; give its bytes as base64", instead=instead)
-    num_bytes = len(data) * 3 // 4
-    if num_bytes > MAX_ENCODED:
-        limit = f"has about {num_bytes} bytes; the limit of an image is {MAX_ENCODED}, make it smaller"
-        return ImagePart(name, fault=limit, instead=instead)
     return ImagePart(name, data, instead=instead)
 
 
