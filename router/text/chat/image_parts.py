@@ -14,6 +14,8 @@ import msgspec
 
 from pdserve.errors import shown
 
+MAX_FILE_BYTES = 20 << 20  # an encoded image, without base64; OpenAI's limit
+MAX_BASE64 = 4 * MAX_FILE_BYTES // 3 + 4  # characters
 DETAILS = ("auto", "low", "high", "original")  # values of ``detail``, which has no effect
 USER_OR_TOOL = "is an image in a message of another role; send it in a message of the user or in the output of a tool"
 
@@ -59,6 +61,10 @@ def image_of_url(url: Any, name: str, detail: Any = None, instead: str = "") -> 
         scheme = url[:_MAX_HEADER].partition(":")[0].lower()
         what = "an http URL" if scheme in ("http", "https") else "a URL without the scheme data"
         return ImagePart(name, fault=f"has {what}; no image is fetched here: {_AS_DATA}", instead=instead)
+    if len(url) > _MAX_HEADER + MAX_BASE64:  # its data is not even copied
+        num_bytes = len(url) * 3 // 4
+        fault = f"has about {num_bytes} bytes; the limit of an image is {MAX_FILE_BYTES}, send a smaller file"
+        return ImagePart(name, fault=fault, instead=instead)
     comma = url.find(",", 0, _MAX_HEADER)
     if comma < 0 or not url[:comma].lower().endswith(_BASE64):
         return ImagePart(name, fault=f"has a data: URL without base64; {_AS_DATA}", instead=instead)
