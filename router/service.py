@@ -26,6 +26,7 @@ from router.fleet.stream_mover import StreamMover
 from router.freed_memory import MemoryTrimmer
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile, KeyRing, single_key
+from router.images.loading import ImageLoader
 from router.loop_lag import LoopLag
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
@@ -93,6 +94,7 @@ class Service:
             fleet = Fleet(name, self.nodes, options.policy, metrics=self.metrics)
             self.models[name] = ServedModel(name, root, tokenizer, fleet=fleet, options=options)
         self.names = self.models | {name: next(iter(self.models.values())) for name in options.aliases}
+        self.images = ImageLoader(options.image_memory, self.metrics)
         self.admission = AdmissionController(options.max_inflight, options.max_queue, self.metrics)
         self.keys: KeyFile | KeyRing | None = None
         if options.api_keys is not None:
@@ -127,6 +129,7 @@ class Service:
             self.dashboard.close()
         for model in self.models.values():
             await model.close()
+        await self.images.close()
         await self.nodes.close()
         self.tracer.close()
 
