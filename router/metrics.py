@@ -239,8 +239,8 @@ class RouterMetrics:
             "pdserve_migrations",
             "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "
             "reported a failure; crashed: its engine ended in a step with the prompt; malformed: it sent a malformed "
-            "output; stalled: its step took too long; drained: it is draining; images: it lacked pixels; moved: another node "
-            "has less to do, and reads the KV).",
+            "output; stalled: its step took too long; drained: it is draining; images: it lacked pixels; moved: "
+            "another node has less to do, and reads the KV).",
             ["reason"],
             series=("lost", "failed", "crashed", "malformed", "stalled", "drained", "images", "moved"),
         )

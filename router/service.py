@@ -37,7 +37,6 @@ from router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_IMAGE_MEMORY = 2 << 30  # bytes of pixels
 _STATUS_SECONDS = 2.0  # seconds for the home node to answer a scrape
 
 
@@ -92,7 +91,7 @@ class Service:
         self.nodes.on_change(self._count_nodes)
         self.metrics.show_index_rebuilds(lambda: self.nodes.prefixes.rebuilds)
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
-        self.images = ImageLoader(_IMAGE_MEMORY, self.metrics)
+        self.images = ImageLoader(options.image_memory, self.metrics)
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
             self.metrics.of(name)  # creates the series, which begin at 0

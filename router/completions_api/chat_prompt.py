@@ -6,7 +6,6 @@ import msgspec
 
 from pdserve.errors import NodeError
 from router.completions_api.request_bodies import ChatBody
-from router.fleet.fleet import ModelLimits
 from router.images.chat_images import take_images
 from router.images.loading import LoadedImage
 from router.images.placeholders import expand
@@ -22,12 +21,12 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()  # about images that the model does not see
 
 
-async def read_chat(body: ChatBody, model: ServedModel, limits: ModelLimits) -> ChatPrompt:
+async def read_chat(body: ChatBody, model: ServedModel) -> ChatPrompt:
     """Return the whole prompt of a chat. The images are taken out of the body, which cannot be read again.
 
     Raises RequestError, which names an image that cannot be used.
     """
-    accepted = limits.image_input
+    accepted = model.fleet.image_input
     chat = take_images(body.messages, sees=accepted is not None, field=body.prompt_field)
     image_token = None if accepted is None else model.encoder.image_token(accepted.token_id)
     request = msgspec.structs.replace(body.render_request, messages=chat.messages)

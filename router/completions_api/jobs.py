@@ -48,7 +48,7 @@ async def encode_completion(body: CompletionBody, encoder: PromptEncoder, limits
 
 async def encode_chat(body: ChatBody, model: ServedModel, limits: ModelLimits) -> ChatPrompt:
     """Render and tokenize, then truncate. Raises RequestError for messages that cannot be rendered."""
-    chat = await read_chat(body, model, limits)
+    chat = await read_chat(body, model)
     prompt = _truncated(chat.prompt, body, limits, keeps_text=True)
     _check_repeated(prompt.num_tokens, body)
     return msgspec.structs.replace(chat, prompt=prompt)

@@ -17,13 +17,16 @@ from router.text.stop_strings import Reasoned, StopStrings
 
 
 class Job(msgspec.Struct, frozen=True):
-    """``silent``: max_tokens is 0, so the one token that a node samples is dropped."""
+    """``silent``: max_tokens is 0, so the one token that a node samples is dropped.
+
+    ``pictures`` are the images of the prompt. A router keeps them until the request ends: another node may need them.
+    """
 
     prompt: Prompt
     sampling: SamplingParams
     vocab_size: int
     silent: bool = False
-    pictures: tuple[LoadedImage, ...] = ()  # images of ``prompt.images``, in their order
+    pictures: tuple[LoadedImage, ...] = ()
 
     @property
     def length(self) -> int:

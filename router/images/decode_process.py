@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _limit_time(seconds: int) -> None:
-    """Have the kernel end this process after so much more CPU time, which does not depend on the load of the machine."""
+    """Have the kernel end this process after so much more CPU time. A busy machine changes nothing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + seconds, most))

@@ -158,7 +158,7 @@ class Decoders:
 
 
 async def _on_thread(work: Callable[..., Result], *args: object) -> Result:
-    """Run ``work`` on a thread. A cancelled caller waits for its end: the next user of the scratch file must not meet it."""
+    """Run ``work`` on a thread, also to its end if the caller is cancelled: two never use one scratch file."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         return await asyncio.shield(running)

@@ -6,11 +6,11 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import grpc
 import pytest
 from image_checkpoints import CELL, PROCESSOR, random_image, write_tokenizer
 from machine import patience
@@ -19,9 +19,9 @@ from router_process import MODEL
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.images import ImageInput
-from pdserve.rpc.protobuf import images_from_pb
-from router.fleet.fleet import ModelLimits
-from router.fleet.policy import TASKS
+from pdserve.pb import pdserve_pb2 as pb
+from pdserve.pb import pdserve_pb2_grpc as pb_grpc
+from pdserve.rpc.protobuf import image_input_to_pb, images_from_pb
 from router.responses_api.stored_items import stored_item
 from router.text.chat.image_parts import ImagePart
 from router.text.chat.template import RenderRequest
@@ -92,10 +92,34 @@ class Asked:
         return answer, self._node.seen[""]
 
 
-async def _two_tokens(conversation: Conversation) -> None:
-    for index in range(max(1, conversation.message.sampling.n)):
-        conversation.token(5, choice=index)
-        conversation.token(6, choice=index, finish="stop")
+class SeeingNode(ScriptedNode, pb_grpc.ImageNodeServicer):
+    """A scripted node that takes images. It answers two tokens as soon as it has the pixels of the prompt."""
+
+    def __init__(self, accepted: ImageInput | None) -> None:
+        self.pixels: dict[bytes, bytes] = {}  # by digest
+        super().__init__(MODEL, max_model_len=CONTEXT, vocab_size=512)
+        self.scripts[""] = self._answer
+        if accepted is not None:
+            self.description.images.CopyFrom(image_input_to_pb(accepted))
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        super().add_services(server)
+        pb_grpc.add_ImageNodeServicer_to_server(self, server)
+
+    async def Put(self, pieces: AsyncIterator[pb.ImagePiece], context: Any) -> pb.ImageStored:
+        arrived = [piece async for piece in pieces]
+        self.pixels[arrived[0].header.digest] = b"".join(piece.data for piece in arrived)
+        return pb.ImageStored()
+
+    async def _answer(self, conversation: Conversation) -> None:
+        digests = {span.digest for span in conversation.message.images}
+        while not digests <= self.pixels.keys():  # noqa: ASYNC110 - they may not have arrived yet
+            await asyncio.sleep(0.005)
+        for digest in digests:
+            del self.pixels[digest]
+        for index in range(max(1, conversation.message.sampling.n)):
+            conversation.token(5, choice=index)
+            conversation.token(6, choice=index, finish="stop")
 
 
 @pytest.fixture(scope="module")
@@ -125,41 +149,28 @@ def accepted(tokenizer: Tokenizer) -> ImageInput:
     )
 
 
-@pytest.fixture(scope="module")
-def node() -> Iterator[ScriptedNode]:
-    node = ScriptedNode(MODEL, max_model_len=CONTEXT, vocab_size=512)
-    node.scripts[""] = _two_tokens
-    yield node
-    node.close()
-
-
-def _routers(path: Path, node: ScriptedNode, accepted: ImageInput | None) -> Iterator[Asked]:
+def _routers(path: Path, accepted: ImageInput | None) -> Iterator[Asked]:
+    node = SeeingNode(accepted)
     flags = ["--decode", node.address, "--tool-call-parser", "hermes", "--response-store", "memory"]
     flags.append("--trust-request-chat-template")
     with asyncio.Runner() as runner:
         context = router_in_process(path, MODEL, flags)
         router = runner.run(context.__aenter__())
-        fleet = router.service.models[MODEL].fleet
-        limits = fleet.limits
-
-        def seeing(tasks: Sequence[str] = TASKS) -> ModelLimits:
-            return msgspec.structs.replace(limits(tasks), image_input=accepted)
-
-        fleet.limits = seeing  # type: ignore[method-assign]
         yield Asked(runner, router, node)
         runner.run(context.__aexit__(None, None, None))
+    node.close()
 
 
 @pytest.fixture(scope="module")
-def ask(tokenizer_dir: Path, node: ScriptedNode, accepted: ImageInput) -> Iterator[Asked]:
+def ask(tokenizer_dir: Path, accepted: ImageInput) -> Iterator[Asked]:
     """A router of a model that sees."""
-    yield from _routers(tokenizer_dir, node, accepted)
+    yield from _routers(tokenizer_dir, accepted)
 
 
 @pytest.fixture(scope="module")
-def ask_blind(tokenizer_dir: Path, node: ScriptedNode) -> Iterator[Asked]:
+def ask_blind(tokenizer_dir: Path) -> Iterator[Asked]:
     """A router of a model that reads text only."""
-    yield from _routers(tokenizer_dir, node, None)
+    yield from _routers(tokenizer_dir, None)
 
 
 def expected(tokenizer: Tokenizer, rendered: str, cells: Sequence[tuple[int, int]]) -> list[int]:
@@ -177,6 +188,7 @@ def check(conversation: Conversation, tokenizer: Tokenizer, rendered: str, cells
     assert conversation.prompt == ids
     spans = images_from_pb(conversation.message.images)
     assert [(span.rows, span.columns) for span in spans] == list(cells)
+    assert len({span.digest for span in spans}) == len(set(cells))
     pad = tokenizer.added_token_id(PAD)
     assert {at for span in spans for at in range(span.start, span.end)} == {
         at for at, token_id in enumerate(ids) if token_id == pad

@@ -211,7 +211,7 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
     async def count_tokens(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_count_tokens)
         model = service.find(body.model)
-        chat = await read_chat(body, model, model.fleet.limits())
+        chat = await read_chat(body, model)
         return json_response(MessageTokensCount(chat.prompt.num_tokens))
 
     @app.post("/detokenize")
@@ -246,5 +246,5 @@ async def _tokenize(model: ServedModel, body: TokenizeBody) -> Sequence[int]:
             chat_template_kwargs=body.chat_template_kwargs,
             add_special_tokens=body.add_special_tokens is True,
         )
-        prompt = (await read_chat(chat, model, model.fleet.limits())).prompt
+        prompt = (await read_chat(chat, model)).prompt
     return prompt.unpacked()

@@ -48,7 +48,7 @@ class ImagePart(msgspec.Struct):
         return f"ImagePart({self.name!r})"
 
 
-Part = str | ImagePart  # of a content
+Part = str | ImagePart  # text or image in a content
 
 
 def image_of_url(url: Any, name: str, detail: Any = None, instead: str = "") -> ImagePart:
