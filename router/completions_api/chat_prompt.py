@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import msgspec
 
 from pdserve.errors import NodeError
@@ -11,6 +14,8 @@ from router.images.loading import LoadedImage
 from router.images.placeholders import expand
 from router.service import ServedModel
 from router.text.prompt import Prompt
+
+_INLINE_PARTS = 1000  # parts of contents; about a millisecond
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
@@ -27,7 +32,8 @@ async def read_chat(body: ChatBody, model: ServedModel) -> ChatPrompt:
     Raises RequestError, which names an image that cannot be used.
     """
     accepted = model.fleet.image_input
-    chat = take_images(body.messages, sees=accepted is not None, field=body.prompt_field)
+    taking = partial(take_images, body.messages, sees=accepted is not None, field=body.prompt_field)
+    chat = await asyncio.to_thread(taking) if _num_parts(body) > _INLINE_PARTS else taking()
     image_token = None if accepted is None else model.encoder.image_token(accepted.token_id)
     request = msgspec.structs.replace(body.render_request, messages=chat.messages)
     prompt = await model.encoder.encode_chat(request, body.add_special_tokens, image_token)
@@ -42,3 +48,8 @@ async def read_chat(body: ChatBody, model: ServedModel) -> ChatPrompt:
     pictures = tuple(await model.images.load(chat.sources, accepted))
     token_ids, spans = expand(prompt.token_ids, accepted.token_id, pictures)
     return ChatPrompt(Prompt(token_ids, prompt.text, images=spans), pictures, chat.warnings)
+
+
+def _num_parts(body: ChatBody) -> int:
+    contents = (message.get("content") for message in body.messages)
+    return sum(len(content) for content in contents if isinstance(content, list))

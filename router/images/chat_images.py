@@ -31,24 +31,20 @@ def take_images(messages: Sequence[Message], sees: bool, field: str = "messages"
     ``field`` is the field of the client's body with the conversation.
     Raises RequestError that names an image which cannot be used, or which a model that reads text only cannot see.
     """
-    taken = _Taken(sees)
+    taken = _Taken(sees, field)
     new = [
         {**message, "content": taken.parts(message, f"messages[{index}]")}
         if isinstance(message.get("content"), list)
         else message
         for index, message in enumerate(messages)
     ]
-    if len(taken.sources) > MAX_IMAGES:
-        raise RequestError(
-            f"the conversation has {len(taken.sources)} images; the limit is {MAX_IMAGES} in a prompt, send fewer",
-            field,
-        )
     return ChatImages(new, tuple(taken.sources), tuple(taken.warnings))
 
 
 class _Taken:
-    def __init__(self, sees: bool) -> None:
+    def __init__(self, sees: bool, field: str) -> None:
         self.sources: list[ImageSource] = []
+        self._field = field
         self._sees = sees
         self._unseen = 0
         self._lost = 0
@@ -78,6 +74,9 @@ class _Taken:
             return {"type": "text", "text": image.instead}
         if image.fault:
             raise RequestError(f"{image.name} {image.fault}", image.name)
+        if len(self.sources) == MAX_IMAGES:
+            text = f"the conversation has more than {MAX_IMAGES} images, the limit of a prompt; send fewer"
+            raise RequestError(text, self._field)
         self.sources.append(ImageSource(image.take(), image.name))
         return {"type": "image", "number": len(self.sources) - 1}
 

@@ -22,6 +22,7 @@ from pdserve.images import ImageInput
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.protobuf import image_input_to_pb, images_from_pb
+from router.responses_api.compaction import PROMPT
 from router.responses_api.stored_items import stored_item
 from router.text.chat.image_parts import ImagePart
 from router.text.chat.template import RenderRequest
@@ -359,7 +360,7 @@ def test_images_of_other_roles_are_named(ask: Asked, role: str) -> None:
 
 
 def test_too_many_images_are_refused_by_number(ask: Asked) -> None:
-    assert "has 101 images; the limit is 100" in ask.error(CHAT, messages=[user(*[image_url(0)] * 101)])
+    assert "more than 100 images, the limit of a prompt" in ask.error(CHAT, messages=[user(*[image_url(0)] * 101)])
 
 
 def test_error_of_a_prompt_that_is_too_long_names_its_images(ask: Asked) -> None:
@@ -388,6 +389,22 @@ def test_continued_response_reads_a_placeholder_for_a_stored_image(ask: Asked, t
     assert "[an image, which is not stored]\nSee?" in tokenizer.decode(got.prompt)
     assert "stored responses keep no images: 1 images are placeholders" in answer["warnings"][0]
     assert not got.message.images
+
+
+def test_background_response_sees_its_images(ask: Asked, tokenizer: Tokenizer) -> None:
+    items = [user(input_image(1), text("Later?", "input_text"))]
+    answer, got = ask.generate(RESPONSES, input=items, background=True)
+    assert answer["status"] in ("queued", "in_progress")
+    check(got, tokenizer, f"<|im_start|>user\n{SHOWN}Later?{END}", CELLS[1:])
+
+
+def test_compaction_sees_the_images_of_the_conversation(ask: Asked, tokenizer: Tokenizer) -> None:
+    items = [user(input_image(0)), {"role": "assistant", "content": "b"}]
+    _, got = ask.generate("/v1/responses/compact", input=items)
+    rendered = (
+        f"<|im_start|>user\n{SHOWN}<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\n{PROMPT}{END}"
+    )
+    check(got, tokenizer, rendered, CELLS[:1])
 
 
 def test_model_that_reads_text_only_refuses_images_of_the_newest_turn(ask_blind: Asked) -> None:
