@@ -127,7 +127,8 @@ def _prompt_fields(
 ) -> dict[str, Any]:
     """The fields of a chat that make its prompt."""
     messages = conversation.joined()
-    variables = extensions.get("chat_template_kwargs") or {}
+    given = extensions.get("chat_template_kwargs")
+    variables = {} if given is None else given
     if request.thinking.type in ("enabled", "disabled") and isinstance(variables, dict):
         enabled = request.thinking.type == "enabled"
         variables = {"enable_thinking": enabled, "thinking": enabled, **variables}  # names of Qwen3 and DeepSeek
