@@ -9,6 +9,7 @@ import io
 import struct
 import zlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,10 @@ def deep_gray() -> bytes:
     return encoded(Image.fromarray(values))
 
 
+def turned(orientation: int) -> bytes:
+    return encoded(random_image(64, 200, 1), "JPEG", exif=upright(orientation))
+
+
 FILES: dict[str, Callable[[], bytes]] = {
     "PNG": lambda: encoded(random_image(100, 150, 1)),
     "tiny": lambda: encoded(random_image(1, 1, 1)),
@@ -119,10 +124,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "RGB with a transparent colour": lambda: encoded(random_image(100, 150, 1), transparency=(0, 0, 0)),
     "palette": lambda: encoded(random_image(100, 150, 1, "P")),
     "palette with transparency": palette_with_transparency,
-    **{
-        f"EXIF {number}": lambda number=number: encoded(random_image(64, 200, 1), "JPEG", exif=upright(number))
-        for number in range(9)
-    },
+    **{f"EXIF {orientation}": partial(turned, orientation) for orientation in range(9)},
     "EXIF in PNG": lambda: encoded(random_image(64, 200, 1), exif=upright(6)),
     "EXIF in WebP": lambda: encoded(random_image(64, 200, 1), "WEBP", exif=upright(8)),
     "photograph with a preview": lambda: encoded(

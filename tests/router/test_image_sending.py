@@ -334,6 +334,27 @@ def test_an_upload_ends_with_its_use(end: str) -> None:
     run([node], scenario)
 
 
+def test_images_are_kept_on_the_node_of_a_prompt_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_REFRESH", 0.05)
+    node = ScriptedImageNode(MODEL, "d")
+    node.scripts[SALT] = saying(5, wait_for=lambda: len(node.put) == 6)
+
+    async def refuse_the_third(context: Any) -> None:
+        if len(node.put) == 2:
+            node.put.append(b"")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "scripted")
+
+    node.before = refuse_the_third
+
+    async def scenario(router: Router) -> None:
+        request = router.request(SMALL)
+        await request.start()
+        assert await request.wait() == [5]
+        assert router.migrations() == 0
+
+    run([node], scenario)
+
+
 def refusal_of(router: Router, *pictures: Picture) -> Awaitable[PdserveError]:
     async def ask() -> PdserveError:
         request = router.request(*pictures)
