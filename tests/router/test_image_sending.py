@@ -6,17 +6,21 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import msgspec
 import pytest
-from image_node import INPUT, Picture, prompt_with
+from checkpoints import make_checkpoint
+from image_node import INPUT, ImageNode, Picture, image_node, prompt_with
 from machine import patience
 from running_request import RunningRequest
 from scripted_image_node import ScriptedImageNode, loaded
 from scripted_node import Conversation, Script
 
+from node.images import uploads
 from pdserve.errors import NodeError, Overloaded, PdserveError, RequestError
 from pdserve.images import ImageInput
 from pdserve.pb import pdserve_pb2 as pb
@@ -26,6 +30,7 @@ from router.fleet.image_nodes import ImageNodes
 from router.fleet.nodes import Nodes
 from router.fleet.policy import POLICIES, NodeView, Placement
 from router.images import sending
+from router.images.sending import ImageUpload
 from router.metrics import RouterMetrics
 
 MODEL = "small"
@@ -456,6 +461,55 @@ def test_a_move_brings_no_pixels_unless_the_node_asks_for_them() -> None:
         assert (router.migrations("moved"), router.migrations("images")) == (1, 1)
 
     run(pair, scenario)
+
+
+# ------------------------------------------------------------ a node's own service
+
+
+def described(node: ImageNode) -> Any:
+    """Return what an upload needs to know of a NodeClient."""
+    return SimpleNamespace(description=pb.NodeDescription(node_id="n"), channel=node.channel)
+
+
+def test_a_node_has_the_pixels_that_the_router_sends(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3")
+
+    async def body() -> None:
+        async with asyncio.timeout(patience(60)), image_node(checkpoint) as node:
+            errors: list[PdserveError] = []
+            upload = ImageUpload([loaded(LARGE), loaded(SMALL), loaded(LARGE)], described(node), errors.append)
+            await until(lambda: len(node.engine.pixels()) == 2)
+            assert node.engine.pixels() == {LARGE.digest: LARGE.pixels, SMALL.digest: SMALL.pixels}
+            again = ImageUpload([loaded(LARGE)], described(node), errors.append)
+            await until(lambda: node.uploads.counts["known"] == 1)
+            assert node.uploads.counts == {"stored": 2, "known": 1, "refused": 0}
+            assert not errors
+            upload.cancel()
+            again.cancel()
+
+    asyncio.run(body())
+
+
+def test_a_full_node_gets_an_image_when_it_has_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "_PROMPT_SECONDS", 0.3)
+    checkpoint = make_checkpoint(tmp_path / "model", "qwen3")
+    second = Picture(200, 200, value=9)
+
+    async def body() -> None:
+        budget = len(LARGE.pixels) + 1
+        async with asyncio.timeout(patience(60)), image_node(checkpoint, budget=budget) as node:
+            errors: list[PdserveError] = []
+            running = [ImageUpload([loaded(image)], described(node), errors.append) for image in (LARGE, second)]
+            await until(lambda: node.uploads.counts["stored"] == 2)
+            assert node.uploads.counts["refused"] > 0
+            assert not errors
+            running.append(ImageUpload([loaded(Picture(400, 200))], described(node), errors.append))
+            await until(lambda: len(errors) == 1)
+            assert isinstance(errors[0], RequestError), "it never fits"
+            for upload in running:
+                upload.cancel()
+
+    asyncio.run(body())
 
 
 # ------------------------------------------------------------ choice of nodes
