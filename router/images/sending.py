@@ -58,15 +58,17 @@ class ImageUpload:
         self._task.cancel()
 
     async def _run(self, images: tuple[LoadedImage, ...]) -> None:
-        try:
-            await self._put_all(images)
-        except PdserveError as exc:
-            self._failed(exc)
-        except Exception:  # a bug; without pixels the prompt would wait in vain
-            logger.exception("images could not be sent to node %s", self._node_id)
-            self._failed(NodeError("the router could not send an image to its node; its log says why"))
-        else:
-            await self._refresh(images)
+        """Ends well when cancelled: the traceback of an error would keep the images until garbage is collected."""
+        with suppress(asyncio.CancelledError):
+            try:
+                await self._put_all(images)
+            except PdserveError as exc:
+                self._failed(exc)
+            except Exception:  # a bug; without pixels the prompt would wait in vain
+                logger.exception("images could not be sent to node %s", self._node_id)
+                self._failed(NodeError("the router could not send an image to its node; its log says why"))
+            else:
+                await self._refresh(images)
 
     async def _refresh(self, images: tuple[LoadedImage, ...]) -> None:
         """Send the images again from time to time. Errors do not matter: the prompt may have arrived."""

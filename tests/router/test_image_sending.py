@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -335,6 +337,40 @@ def test_an_upload_ends_with_its_use(end: str) -> None:
             assert await request.wait() == [5]
         await until(lambda: node.cancelled == 1)
         assert not node.put
+
+    run([node], scenario)
+
+
+@pytest.mark.parametrize("end", ["well", "with an error", "by its client"])
+def test_the_memory_of_images_is_free_as_soon_as_a_request_ends(end: str) -> None:
+    node = ScriptedImageNode(MODEL, "d")
+    node.scripts[SALT] = {
+        "well": saying(5, wait_for=lambda: len(node.put) == 1),
+        "with an error": in_turn(lacking_after(5), lacking),
+        "by its client": never,
+    }[end]
+
+    async def scenario(router: Router) -> None:
+        image = loaded(LARGE)
+        freed = weakref.ref(image)
+        ids, spans = prompt_with(LARGE)
+        request = RunningRequest(ids, 20, router.fleet, router.metrics, SALT, images=spans, pictures=(image,))
+        del image
+        gc.disable()
+        try:
+            await request.start()
+            if end == "well":
+                await request.wait()
+            elif end == "with an error":
+                await request.failure()
+            else:
+                await until(lambda: node.most_at_once == 1)
+            request.close()
+            for _ in range(3):  # cancelled tasks end
+                await asyncio.sleep(0.01)
+            assert freed() is None
+        finally:
+            gc.enable()
 
     run([node], scenario)
 

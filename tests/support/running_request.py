@@ -70,6 +70,10 @@ class RunningRequest:
     def cancel(self) -> None:
         self._generation.cancel()
 
+    def close(self) -> None:
+        """Do what an endpoint does at the end of a request."""
+        self._generation.close()
+
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if output.has_token:
             self.tokens.append(output.token_id)
