@@ -374,7 +374,7 @@ class _Members:
         self.nodes = nodes
         self.cached: dict[int, dict[CachedBlocks, str]] = {}  # block size → cached blocks → node id
         ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
-        self.image_inputs: dict[str, ImageInput] = {}  # of ready nodes, by node id
+        self.image_inputs: dict[str, ImageInput] = {}  # by id of the ready node
         for node in nodes.values():
             description = node.description
             if description is None or description.model != model:

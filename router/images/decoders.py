@@ -160,8 +160,12 @@ class Decoders:
 async def _on_thread(work: Callable[..., Result], *args: object) -> Result:
     """Run ``work`` on a thread, also to its end if the caller is cancelled: two never use one scratch file."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    cancelled = False
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return running.result()

@@ -47,7 +47,7 @@ def decode(file: bytes, accepted: ImageInput) -> Pixels:
     except (RequestError, MemoryError):
         raise
     except UnidentifiedImageError as exc:
-        raise RequestError("the file is no PNG, JPEG, WebP or GIF image; send one of these") from exc
+        raise RequestError("the file is no complete PNG, JPEG, WebP or GIF image; send one of these") from exc
     except Exception as exc:  # Pillow lets errors of many kinds pass
         reason = cut(" ".join(str(exc).split())) or type(exc).__name__
         raise RequestError(f"the image cannot be decoded: {reason}; send a complete file") from exc

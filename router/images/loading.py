@@ -108,6 +108,8 @@ class ImageLoader:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            tasks.clear()  # an error refers to this frame: without its lists, the images go at once
+            loaded.clear()
             self._waiting[client] -= len(sources)
             if not self._waiting[client]:
                 del self._waiting[client]

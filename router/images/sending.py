@@ -4,7 +4,8 @@
            ──Generate──► D ──PrefillRequest──► P      the prompt waits there for its pixels, 10 s at most
 
 The node keeps pixels until the prompts that need them are computed, so each prompt sends its own: those that another
-one has sent may be gone when this one arrives.
+one has sent may be gone when this one arrives. It drops them after 30 s without a prompt, so they are sent again while
+the prompt may still wait on D.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 256 << 10  # the node's limit
 _PUT_SECONDS = 30.0  # for an image; the node's limit
 _PATIENCE = 8.0  # seconds to try a node without memory, less than prompts wait there
+_REFRESH = 20.0  # seconds until the images of a prompt that is not computed are sent again
 _FIRST_PAUSE = 0.05  # seconds; each pause is twice as long as the one before
 _LONGEST_PAUSE = 0.5
 
@@ -55,16 +58,30 @@ class ImageUpload:
         self._task.cancel()
 
     async def _run(self, images: tuple[LoadedImage, ...]) -> None:
+        """Ends well when cancelled: the traceback of an error would keep the images until garbage is collected."""
+        with suppress(asyncio.CancelledError):
+            try:
+                await self._put_all(images)
+            except PdserveError as exc:
+                self._failed(exc)
+            except Exception:  # a bug; without pixels the prompt would wait in vain
+                logger.exception("images could not be sent to node %s", self._node_id)
+                self._failed(NodeError("the router could not send an image to its node; its log says why"))
+            else:
+                await self._refresh(images)
+
+    async def _refresh(self, images: tuple[LoadedImage, ...]) -> None:
+        """Send the images again from time to time. Errors do not matter: the prompt may have arrived."""
+        while True:
+            await asyncio.sleep(_REFRESH)
+            with suppress(PdserveError):
+                await self._put_all(images)
+
+    async def _put_all(self, images: tuple[LoadedImage, ...]) -> None:
         give_up_at = monotonic() + _PATIENCE
-        try:
-            for image in images:
-                async with image.turn(self._node_id):
-                    await self._put_patiently(image, give_up_at)
-        except PdserveError as exc:
-            self._failed(exc)
-        except Exception:  # a bug; without pixels the prompt would wait in vain
-            logger.exception("images could not be sent to node %s", self._node_id)
-            self._failed(NodeError("the router could not send an image to its node; its log says why"))
+        for image in images:
+            async with image.turn(self._node_id):
+                await self._put_patiently(image, give_up_at)
 
     async def _put_patiently(self, image: LoadedImage, give_up_at: float) -> None:
         """Send an image, again and again while the node lacks memory: prompts that are computed free it."""
