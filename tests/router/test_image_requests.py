@@ -6,22 +6,20 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from image_checkpoints import CELL, PROCESSOR, random_image, write_tokenizer
 from machine import patience
 from router_in_process import InProcessRouter, router_in_process
 from router_process import MODEL
+from scripted_image_node import ScriptedImageNode
 from scripted_node import Conversation, ScriptedNode
 
 from pdserve.images import ImageInput
-from pdserve.pb import pdserve_pb2 as pb
-from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc.protobuf import image_input_to_pb, images_from_pb
+from pdserve.rpc.protobuf import images_from_pb
 from router.responses_api.compaction import PROMPT
 from router.responses_api.stored_items import stored_item
 from router.text.chat.image_parts import ImagePart
@@ -93,31 +91,20 @@ class Asked:
         return answer, self._node.seen[""]
 
 
-class SeeingNode(ScriptedNode, pb_grpc.ImageNodeServicer):
-    """A scripted node that takes images. It answers two tokens as soon as it has the pixels of the prompt."""
+class SeeingNode(ScriptedImageNode):
+    """Answers two tokens as soon as it has the pixels of the prompt."""
 
     def __init__(self, accepted: ImageInput | None) -> None:
-        self.pixels: dict[bytes, bytes] = {}  # by digest
-        super().__init__(MODEL, max_model_len=CONTEXT, vocab_size=512)
+        super().__init__(MODEL, "d0", images=accepted)
+        self.description.max_model_len = CONTEXT
+        self.description.vocab_size = 512
         self.scripts[""] = self._answer
-        if accepted is not None:
-            self.description.images.CopyFrom(image_input_to_pb(accepted))
-
-    def add_services(self, server: grpc.aio.Server) -> None:
-        super().add_services(server)
-        pb_grpc.add_ImageNodeServicer_to_server(self, server)
-
-    async def Put(self, pieces: AsyncIterator[pb.ImagePiece], context: Any) -> pb.ImageStored:
-        arrived = [piece async for piece in pieces]
-        self.pixels[arrived[0].header.digest] = b"".join(piece.data for piece in arrived)
-        return pb.ImageStored()
 
     async def _answer(self, conversation: Conversation) -> None:
         digests = {span.digest for span in conversation.message.images}
-        while not digests <= self.pixels.keys():  # noqa: ASYNC110 - they may not have arrived yet
+        while not digests <= set(self.put):  # noqa: ASYNC110 - they may not have arrived yet
             await asyncio.sleep(0.005)
-        for digest in digests:
-            del self.pixels[digest]
+        self.put.clear()
         for index in range(max(1, conversation.message.sampling.n)):
             conversation.token(5, choice=index)
             conversation.token(6, choice=index, finish="stop")
@@ -311,7 +298,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "no URL": ({}, "has no URL"),
     "detail": ({"url": URLS[0], "detail": "most"}, "has detail 'most'; use one of auto, low, high"),
     "letters": ({"url": "data:image/png;base64,§§§§"}, "no base64"),
-    "no image": ({"url": "data:image/png;base64,AAAA"}, "no PNG, JPEG, WebP or GIF"),
+    "no image": ({"url": "data:image/png;base64,AAAA"}, "PNG, JPEG, WebP or GIF image"),
     "size": ({"url": "data:image/png;base64," + "A" * 28_000_000}, "20971520"),
 }
 
