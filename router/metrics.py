@@ -92,6 +92,7 @@ class RouterMetrics:
         self._add_tokens(metrics)
         self._add_keys(metrics)
         self._add_response_store(metrics)
+        self._add_images(metrics)
         self._add_nodes(metrics)
 
     def _add_connections(self, metrics: MetricSet) -> None:
@@ -221,15 +222,27 @@ class RouterMetrics:
             "pdserve_response_store_errors", "Responses that could not be stored, and failed reads of the store."
         )
 
+    def _add_images(self, metrics: MetricSet) -> None:
+        self.images = metrics.counter(
+            "pdserve_loaded_images",
+            "Images of requests, by outcome (loaded; refused: the file is faulty; failed: the router lacks memory).",
+            ["outcome"],
+            series=("loaded", "refused", "failed"),
+        )
+        self.image_seconds = metrics.histogram(
+            "pdserve_image_decode_seconds", "Time to decode and resize an image.", _TTFT_BUCKETS
+        )
+        self.image_bytes = metrics.gauge("pdserve_loaded_image_bytes", "Pixels of the images of running requests.")
+
     def _add_nodes(self, metrics: MetricSet) -> None:
         self.migrations = metrics.counter(
             "pdserve_migrations",
             "Prompts moved to another node, by reason (lost: the node died, hung or restarted; failed: it "
             "reported a failure; crashed: its engine ended in a step with the prompt; malformed: it sent a malformed "
-            "output; stalled: its step took too long; drained: it is draining; moved: another node has less to do, and "
-            "reads the KV).",
+            "output; stalled: its step took too long; drained: it is draining; images: it lacked pixels; moved: "
+            "another node has less to do, and reads the KV).",
             ["reason"],
-            series=("lost", "failed", "crashed", "malformed", "stalled", "drained", "moved"),
+            series=("lost", "failed", "crashed", "malformed", "stalled", "drained", "images", "moved"),
         )
         self.refused_outputs = metrics.counter(
             "pdserve_refused_outputs",

@@ -184,6 +184,10 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: Annotated[int, Flag("larger request bodies get a 413", metavar="SIZE", parse=parse_size)] = (
         32 * 1024 * 1024
     )
+    image_memory: Annotated[
+        int,
+        Flag("most memory of images of running requests; more get a 503", metavar="SIZE", parse=parse_size, at_least=1),
+    ] = 1 << 30
     response_store: Annotated[
         str | None,
         Flag(

@@ -26,6 +26,7 @@ from router.fleet.stream_mover import StreamMover
 from router.freed_memory import MemoryTrimmer
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile, KeyRing, single_key
+from router.images.loading import ImageLoader
 from router.loop_lag import LoopLag
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
@@ -48,11 +49,14 @@ class Running(Protocol):
 class ServedModel:
     """A model: tokenizer, chat template, output parsers, nodes. ``root``: directory or hub id of the tokenizer."""
 
-    def __init__(self, name: str, root: str, tokenizer: Tokenizer, fleet: Fleet, options: RouterOptions) -> None:
+    def __init__(
+        self, name: str, root: str, tokenizer: Tokenizer, fleet: Fleet, options: RouterOptions, *, images: ImageLoader
+    ) -> None:
         self.name = name
         self.root = root
         self.tokenizer = tokenizer
         self.fleet = fleet
+        self.images = images
         self.options = options
         trusted = options.trust_request_chat_template
         self.mover = StreamMover(fleet)
@@ -87,11 +91,12 @@ class Service:
         self.nodes.on_change(self._count_nodes)
         self.metrics.show_index_rebuilds(lambda: self.nodes.prefixes.rebuilds)
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
+        self.images = ImageLoader(options.image_memory, self.metrics)
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
             self.metrics.of(name)  # creates the series, which begin at 0
             fleet = Fleet(name, self.nodes, options.policy, metrics=self.metrics)
-            self.models[name] = ServedModel(name, root, tokenizer, fleet=fleet, options=options)
+            self.models[name] = ServedModel(name, root, tokenizer, fleet=fleet, options=options, images=self.images)
         self.names = self.models | {name: next(iter(self.models.values())) for name in options.aliases}
         self.admission = AdmissionController(options.max_inflight, options.max_queue, self.metrics)
         self.keys: KeyFile | KeyRing | None = None
@@ -127,6 +132,7 @@ class Service:
             self.dashboard.close()
         for model in self.models.values():
             await model.close()
+        await self.images.close()
         await self.nodes.close()
         self.tracer.close()
 

@@ -213,6 +213,7 @@ class MultiplexedStream(ABC, Generic[M, B, E, H]):
                         if handler is not None:  # else the entry was under way when the request ended
                             check_answer(entry)  # type: ignore[arg-type]  # a message, which no Protocol can say
                             self._deliver(handler, entry)
+                handler = None  # a request that has ended may hold images
         except grpc.aio.AioRpcError as exc:
             reason = rpc_reason(exc)
         except PeerError as exc:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from router.completions_api.chat_output import ChatOutput
 from router.completions_api.jobs import encode_chat, make_job, prepared_request
 from router.completions_api.parsed_chat import FullParsedChat, ParsedChatEncoder, StreamedParsedChat
@@ -64,22 +66,25 @@ async def prepare_chat(
     """
     limits = model.fleet.limits((GENERATE,))
     check_logprobs(body, limits.vocab_size, model.options.max_logprobs)
-    prompt = await encode_chat(body, model.encoder, limits)
-    output = ChatOutput(model, body, prompt)
+    chat = await encode_chat(body, model, limits)
+    output = ChatOutput(model, body, chat.prompt)
     grammar = await output.grammar()
     thinking = NO_THINKING_BUDGET
     if model.parsers.reasoning is not None or not thinking_is_optional:
         thinking = output.thinking()
     job = make_job(
-        prompt,
+        chat.prompt,
         body,
         limits,
         grammar=grammar.text,
         named=await named_tokens(body, model.encoder),
         thinking=thinking,
         defaults=model.defaults,
+        pictures=chat.pictures,
     )
     parsing = output.parsing()
     if parsing is None and always_parsed:
         parsing = plain_text_parsing(model.parsers)
+    if parsing is not None and chat.warnings:
+        parsing = msgspec.structs.replace(parsing, warnings=[*parsing.warnings, *chat.warnings])
     return await prepared_request(body, [job], parsing)

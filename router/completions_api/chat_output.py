@@ -12,7 +12,7 @@ from router.completions_api.request_bodies import ChatBody
 from router.completions_api.token_params import NO_THINKING_BUDGET, ThinkingParams, thinking_params
 from router.service import ServedModel
 from router.text.chat.families.harmony_grammar import harmony_grammar
-from router.text.chat.messages import join_parts
+from router.text.chat.messages import final_text
 from router.text.chat.output_parsing import OutputParsing, select_parsing
 from router.text.chat.parsers import ReasoningState
 from router.text.chat.strict_tools import Frame, Reasoning, calls_or_answer, has_strict
@@ -32,7 +32,7 @@ class ChatOutput:
         self._use = self._held_use = body.tool_use
         self._conversion = model.grammars.conversion()
         self._answer = OutputGrammar()  # grammar of the request's own fields, without tools
-        continued = join_parts(body.messages[-1].get("content")) if body.continue_final_message else None
+        continued = final_text(body.messages[-1].get("content")) if body.continue_final_message else None
         self._warnings: list[str] = []
         self._state: ReasoningState = model.parsers.state_after(prompt.text or "", continued)
 

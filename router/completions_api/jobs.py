@@ -7,15 +7,20 @@ import random
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
+
 from pdserve.errors import RequestError, RequestTooLong, cut, shown
 from pdserve.model.generation_defaults import GenerationDefaults
 from pdserve.sampling_params import TOKEN_ID_LISTS, BodyParams, SamplingParams
+from router.completions_api.chat_prompt import ChatPrompt, read_chat
 from router.completions_api.generate_body import GenerateBody
 from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.completions_api.token_params import NO_NAMED_TOKENS, NO_THINKING_BUDGET, NamedTokens, ThinkingParams
 from router.dialect.dialect import Prepared
 from router.fleet.fleet import ModelLimits
 from router.generation.job import Job
+from router.images.loading import LoadedImage
+from router.service import ServedModel
 from router.text.chat.output_parsing import OutputParsing
 from router.text.prompt import Prompt
 from router.text.prompt_encoder import PromptEncoder
@@ -41,12 +46,12 @@ async def encode_completion(body: CompletionBody, encoder: PromptEncoder, limits
     return prompts
 
 
-async def encode_chat(body: ChatBody, encoder: PromptEncoder, limits: ModelLimits) -> Prompt:
+async def encode_chat(body: ChatBody, model: ServedModel, limits: ModelLimits) -> ChatPrompt:
     """Render and tokenize, then truncate. Raises RequestError for messages that cannot be rendered."""
-    prompt = await encoder.encode_chat(body.render_request, body.add_special_tokens)
-    prompt = _truncated(prompt, body, limits, keeps_text=True)
+    chat = await read_chat(body, model)
+    prompt = _truncated(chat.prompt, body, limits, keeps_text=True)
     _check_repeated(prompt.num_tokens, body)
-    return prompt
+    return msgspec.structs.replace(chat, prompt=prompt)
 
 
 def _check_repeated(num_tokens: int, body: GenerateBody, *, copies: int = 1, echo_bytes: int = 0) -> None:
@@ -69,6 +74,12 @@ def _truncated(prompt: Prompt, body: GenerateBody, limits: ModelLimits, *, keeps
         most = max(1, limits.length_beyond(room) - room)
     if most is None or prompt.num_tokens <= most:
         return prompt
+    if prompt.images:
+        raise RequestError(
+            f"truncate_prompt_tokens {most} would cut the prompt of {_described(prompt)}; prompts with images are not "
+            "cut: leave it out, or send less",
+            "truncate_prompt_tokens",
+        )
     if body.truncation_side == "right":
         return Prompt(prompt.first(most))
     # A chat keeps its text: the end of the text shows whether the prompt opens reasoning.
@@ -84,6 +95,7 @@ def make_job(
     named: NamedTokens = NO_NAMED_TOKENS,
     thinking: ThinkingParams = NO_THINKING_BUDGET,
     defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008 - frozen
+    pictures: tuple[LoadedImage, ...] = (),
 ) -> Job:
     """Resolve every default. Raises RequestError beyond limits."""
     check_prompt(prompt, limits)
@@ -91,7 +103,7 @@ def make_job(
         check_vocabulary(name, getattr(body, name), limits)
     bias = _logit_bias(body.logit_bias)
     check_vocabulary("logit_bias", list(bias), limits)
-    max_tokens = _max_tokens(prompt.num_tokens, body, limits, defaults=defaults)
+    max_tokens = _max_tokens(prompt, body, limits, defaults=defaults)
     if body.min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens {cut(str(body.min_tokens))} exceeds max_tokens {max_tokens}; lower it", "min_tokens"
@@ -124,18 +136,19 @@ def make_job(
         thinking_end_ids=thinking.end_ids,
         thinking_call_ids=thinking.call_ids,
     )
-    return Job(prompt, sampling, limits.vocab_size, body.output_limit == 0)
+    return Job(prompt, sampling, limits.vocab_size, body.output_limit == 0, pictures)
 
 
 def _first(given: _T | None, default: _T) -> _T:
     return default if given is None else given
 
 
-def _max_tokens(prompt_len: int, body: GenerateBody, limits: ModelLimits, defaults: GenerationDefaults) -> int:
+def _max_tokens(prompt: Prompt, body: GenerateBody, limits: ModelLimits, defaults: GenerationDefaults) -> int:
     """The client's limit, or a default cut to the room left; at least 1, because a node always samples one token.
 
     A limit that is cut fits every node that takes the prompt.
     """
+    prompt_len = prompt.num_tokens
     if prompt_len == 0:
         raise RequestError("the prompt has 0 tokens; give at least one", body.prompt_field)
     fixed = body.output_limit is not None and not body.lowers_max_tokens
@@ -149,13 +162,20 @@ def _max_tokens(prompt_len: int, body: GenerateBody, limits: ModelLimits, defaul
         usual = room if body.usual_tokens is None else body.usual_tokens
         wanted = max(min(_first(defaults.max_tokens(prompt_len), usual), room), 1)
     if wanted > room:
-        remedy = f"lower {body.limit_field} to {room}" if room > 0 else "shorten the prompt"
+        remedy = "send fewer or smaller images, or less text" if prompt.images else "shorten the prompt"
+        remedy = f"lower {body.limit_field} to {room}" if room > 0 else remedy
         raise RequestTooLong(
-            f"prompt {prompt_len} tokens + {body.limit_field} {cut(str(wanted))} > limit {limit}; {remedy}",
+            f"prompt {_described(prompt)} + {body.limit_field} {cut(str(wanted))} > limit {limit}; {remedy}",
             body.limit_field if room > 0 else body.prompt_field,
             "context_length_exceeded",
         )
     return wanted
+
+
+def _described(prompt: Prompt) -> str:
+    """Return the length of a prompt, with the part of its images."""
+    length = f"{prompt.num_tokens} tokens"
+    return f"{length} ({prompt.image_tokens} of {len(prompt.images)} images)" if prompt.images else length
 
 
 def check_prompt(prompt: Prompt, limits: ModelLimits) -> None:

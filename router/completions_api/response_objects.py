@@ -20,6 +20,7 @@ from router.generation.usage import Usage
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
+    image_tokens: int | UnsetType = UNSET  # absent without images
 
 
 class CompletionTokensDetails(Struct):
@@ -51,7 +52,7 @@ class UsageInfo(Struct):
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+            prompt_tokens_details=PromptTokensDetails(usage.cached_tokens, usage.image_tokens or UNSET),
             completion_tokens_details=CompletionTokensDetails.of(usage)
             if usage.reasoning_tokens or usage.accepted_drafts or usage.rejected_drafts
             else UNSET,

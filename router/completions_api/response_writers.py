@@ -183,7 +183,12 @@ class StreamedResponse(ChoicesResponse, EventStreamResponse):
         usage = self._usage
         if usage is None:
             return None
-        return replace(self._usage_shown, prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
+        return replace(
+            self._usage_shown,
+            prompt_tokens=usage.prompt_tokens,
+            image_tokens=usage.image_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
 
     def _chunk(self, choice: Choice, text: str, output: pb.Output) -> bytes:
         if (usage := self._usage) is not None:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from pdserve.errors import Overloaded, RequestError, shown
+from pdserve.images import ImageInput
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES
 from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
 from pdserve.tracing.spans import Attributes, Value
+from router.fleet.image_nodes import ImageNodes
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
 from router.fleet.policy import (
@@ -89,6 +91,8 @@ class NodeCall:
         """``placed`` says for a trace where the request is, and why."""
         self.node = node
         self.placed = placed
+        self.computing = prefill or decode  # the node that computes the prompt
+        self.on_prefilled: Callable[[], None] = _nothing  # called when the prompt is computed, and at the end
         self._stream = stream
         self._number = number
         self._decode: NodeClient | None = decode
@@ -96,6 +100,8 @@ class NodeCall:
 
     def prefilled(self) -> None:
         """Count the request as done on P. Idempotent."""
+        self.on_prefilled()
+        self.on_prefilled = _nothing
         if self._prefill is not None:
             self._prefill.remove_request()
             self._prefill = None
@@ -134,6 +140,7 @@ class Fleet:
         self._policy = policy
         self._metrics = metrics
         self._members = _Members({}, model)
+        self._images = ImageNodes(model)
         self._typical = TYPICAL
         self._typical_until = 0.0  # time.monotonic
         self._unpriced: set[str] = set()  # ids of nodes
@@ -155,6 +162,12 @@ class Fleet:
             remedy = f"use {_ENDPOINTS[task]}"
             raise RequestError(f"model {self._model!r} has the task {task!r}, not {tasks[0]!r}; {remedy}", "model")
         raise no_serving_node(self.snapshot(), tasks[0])
+
+    @property
+    def image_input(self) -> ImageInput | None:
+        """How the model's nodes take images; None as long as no node that encodes them has been ready."""
+        self._current_members()
+        return self._images.accepted
 
     def serving(self, task: str) -> list[NodeView]:
         """The ready nodes of a task."""
@@ -195,14 +208,20 @@ class Fleet:
         """Choose nodes and send the request, whose prompt is ``prefix``.
 
         ``accepts`` filters decode nodes. ``alone``: no P takes part.
-        Raises Overloaded when no accepted decode node is ready, RequestError if ``hint`` names no known node.
+        Raises Overloaded when no accepted decode node is ready, RequestError if ``hint`` names no known node, or if
+        the sampling parameters do not go with the images.
         """
         views = self._nodes.views()
         typical = self._typical_costs(views)
         views = _taking(prefix.num_tokens + message.sampling.max_tokens, views)
         if accepts is not None:
             views = tuple(view for view in views if view.role == "prefill" or accepts(view))
-        if not alone and worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs):
+        worth = worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs)
+        hands_off = worth and not alone
+        if prefix.images:
+            self._current_members()
+            views, hands_off = self._images.choose(views, worth=worth, alone=alone)
+        if hands_off:
             request = self._policy_request(prefix)
         else:
             request = PolicyRequest(prefix.num_tokens, may_hand_off=False)
@@ -211,6 +230,8 @@ class Fleet:
             request = msgspec.structs.replace(request, **fields)
         snapshot = FleetSnapshot(self._model, views, self._nodes.placement_counter, typical)
         placement = POLICIES[self._policy](snapshot, request)
+        if prefix.images:
+            self._images.check(placement, views)
         self._nodes.placement_counter += 1
         decode = self._nodes.find("decode", placement.decode)
         prefill = None if placement.prefill is None else self._nodes.find("prefill", placement.prefill)
@@ -303,6 +324,7 @@ class Fleet:
         nodes = self._nodes.known()
         if self._members.nodes is not nodes:
             self._members = _Members(nodes, self._model)
+            self._images.update(self._members.image_inputs)
         return self._members
 
     def _typical_costs(self, views: Sequence[NodeView]) -> StepCosts:
@@ -341,6 +363,10 @@ def _placed(message: pb.Generate, decode: str) -> dict[str, Value]:
     return placed
 
 
+def _nothing() -> None:
+    """Replaces a callback that is not needed."""
+
+
 class _Members:
     """The nodes of a model, with values derived from them that hold until a node changes."""
 
@@ -348,6 +374,7 @@ class _Members:
         self.nodes = nodes
         self.cached: dict[int, dict[CachedBlocks, str]] = {}  # block size → cached blocks → node id
         ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
+        self.image_inputs: dict[str, ImageInput] = {}  # by id of the ready node
         for node in nodes.values():
             description = node.description
             if description is None or description.model != model:
@@ -355,8 +382,11 @@ class _Members:
             block_size = description.kv_layout.block_size
             if node.cached is not None and block_size:
                 self.cached.setdefault(block_size, {})[node.cached] = description.node_id
-            if (view := node.view()) is not None and view.serves:
+            view = node.view()
+            if view is not None and view.serves:
                 ready.setdefault(view.task, []).append(description)
+            if view is not None and view.ready and view.images is not None:
+                self.image_inputs[view.node_id] = view.images
         self.limits = {task: _limits(task, nodes) for task, nodes in ready.items()}
 
 

@@ -22,7 +22,7 @@ from pdserve.rpc.channel import Dialer
 from pdserve.rpc.errors import error_from_rpc, rpc_reason
 from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, request_limit
-from pdserve.rpc.protobuf import step_costs_from_pb
+from pdserve.rpc.protobuf import image_input_from_pb, step_costs_from_pb
 from pdserve.rpc.tls import PeerTls
 from router.fleet.policy import BOTH, GENERATE, NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
@@ -131,8 +131,14 @@ class NodeClient:
             load=self._current_load(node.kv_layout),
             costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
+            images=image_input_from_pb(node.images) if node.HasField("images") else None,
         )
         return self._view
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The connection to the node, for calls of other services. It may be replaced after it is lost."""
+        return self._dialer.channel
 
     async def status(self, timeout: float) -> pb.NodeStatus:
         """Query the node's status. Raises AioRpcError, also after ``timeout`` seconds, and PeerError."""

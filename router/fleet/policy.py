@@ -14,6 +14,7 @@ import msgspec
 from pdserve import request_cost as cost
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
+from pdserve.images import ImageInput
 from pdserve.request_cost import LinearCost, OutOfRange, PromptTimes, RequestLoad, StepCosts
 
 _MOST_SOURCES = 4  # peers that are considered for a pull
@@ -49,6 +50,7 @@ class NodeView(msgspec.Struct, frozen=True):
     has_suspect: bool = False  # a request of this router is on trial there
     weights: str = ""  # short name of the weights: equal for nodes with equal weights
     max_model_len: float = math.inf  # tokens of the longest request that it takes
+    images: ImageInput | None = None  # images that it encodes; None: it encodes none
 
     @property
     def decodes(self) -> bool:

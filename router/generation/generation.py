@@ -26,6 +26,7 @@ from router.generation.migration import Accepts, Migration
 from router.generation.output_checks import add_scores, check_output
 from router.generation.prompt_scores import PromptScores
 from router.generation.usage import Usage
+from router.images.sending import ImageUpload
 from router.metrics import ModelMetrics
 from router.text.tokenizer import Tokenizer
 
@@ -50,7 +51,10 @@ class RequestGeneration:
         metrics: ModelMetrics,
     ) -> None:
         self.options = options
-        self.usage = Usage(prompt_tokens=sum(job.prompt.num_tokens for job in jobs))
+        self.usage = Usage(
+            prompt_tokens=sum(job.prompt.num_tokens for job in jobs),
+            image_tokens=sum(job.prompt.image_tokens for job in jobs),
+        )
         self.consumer = consumer
         self.metrics = metrics
         self.ttft: float | None = None  # seconds from the request's arrival to its first token
@@ -188,6 +192,9 @@ class PromptRun:
                 self._suspicion.begin_trial(self._call)
             if len(generation.runs) > 1:
                 generation.weights.settle(self._call.node)
+            if self.job.pictures:  # a move brings their KV
+                upload = ImageUpload(self.job.pictures, self._call.computing, self._on_upload_failed)
+                self._call.on_prefilled = upload.cancel
         self._first = FirstOutputs(0 if self._started else len(self.choices))
         self._prefill_node = message.prefill_node
         self._span = span  # a span without a call is dropped
@@ -226,6 +233,14 @@ class PromptRun:
             self._call.cancel()  # otherwise the node would go on
         else:
             self._call.finish()
+        self._span.fail(error)
+        self._span.end()
+        self._migration.on_failure(error, self._call, self._num_unfinished_tokens)
+
+    def _on_upload_failed(self, error: PdserveError) -> None:
+        """The node that computes the prompt does not get its images."""
+        assert self._call is not None
+        self._call.cancel()
         self._span.fail(error)
         self._span.end()
         self._migration.on_failure(error, self._call, self._num_unfinished_tokens)

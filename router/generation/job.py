@@ -11,17 +11,22 @@ from pdserve.logs import request_fields
 from pdserve.sampling_params import SamplingParams
 from pdserve.tracing.spans import NO_SPAN, Span
 from router.fleet.policy import NO_HINT, RoutingHint
+from router.images.loading import LoadedImage
 from router.text.prompt import Prompt
 from router.text.stop_strings import Reasoned, StopStrings
 
 
 class Job(msgspec.Struct, frozen=True):
-    """``silent``: max_tokens is 0, so the one token that a node samples is dropped."""
+    """``silent``: max_tokens is 0, so the one token that a node samples is dropped.
+
+    ``pictures`` are the images of the prompt. A router keeps them until the request ends: another node may need them.
+    """
 
     prompt: Prompt
     sampling: SamplingParams
     vocab_size: int
     silent: bool = False
+    pictures: tuple[LoadedImage, ...] = ()
 
     @property
     def length(self) -> int:

@@ -7,6 +7,9 @@
 
 If the engine of D, or of its P, ends in a step with the prompt, the prompt is suspect (suspicion.py).
 
+If a node lacks pixels of the prompt's images, the router sends them again, with the prompt, to any node. A decode node
+that has read KV without pixels, by a move, lacks them if it has to compute the prompt after all.
+
 A drain is no failure and counts towards no limit, nor does a move. A move begins behind the next token of the
 prompt. The call to its first node ends before that to the second one begins, so that two nodes never produce tokens of
 one prompt. Its blocks stay in the first node's prefix cache, as the last ones to be evicted, until the second node has
@@ -24,7 +27,15 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from pdserve.errors import DeadlineExceeded, Draining, EngineCrashed, NodeError, Overloaded, PdserveError
+from pdserve.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineCrashed,
+    ImagesMissing,
+    NodeError,
+    Overloaded,
+    PdserveError,
+)
 from router.errors import CrashingRequest
 from router.fleet.fleet import NodeCall
 from router.fleet.node_attempts import LONGEST_PAUSE, TIMEOUT, AvoidedNodes, NodeAttempts, failure_reason
@@ -37,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _TURN_PAUSE = 0.05  # seconds between attempts of a suspect while others are on trial
 _REST = 5.0  # seconds between two moves of a stream
+_MOST_IMAGES_MISSING = 3  # times that nodes may lack images of a prompt; each may take 10 s
 _LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # log level by reason; other reasons: WARNING
 
 Accepts = Callable[[NodeView], bool]
@@ -66,6 +78,7 @@ class Migration:
         self.suspicion = Suspicion(num_choices)
         self._waits_for_turn = False  # only nodes with other suspects are ready
         self._left_stalled = False
+        self._images_missing = 0  # times that a node lacked images
         self._rerouted = False  # the prompt was moved from a node without room
         self._moving = False  # the present call is believed to be a move
         self._moved_at = -_REST
@@ -94,6 +107,8 @@ class Migration:
         self.suspicion.end_trial()
         if isinstance(error, Draining):
             self._leave(call.node, num_tokens, error, "drained")
+        elif isinstance(error, ImagesMissing):
+            self._on_images_missing(call.node, num_tokens, error)
         elif isinstance(error, NodeError) and self._options.migrations:
             self._on_node_failure(error, call.node, num_tokens)
         elif isinstance(error, Overloaded) and moving:
@@ -170,6 +185,21 @@ class Migration:
             self._give_up(NodeError(f"{text}; the last one: {error}"))
             return
         self._leave(node, num_tokens, error, failure_reason(error))
+
+    def _on_images_missing(self, node: NodeView, num_tokens: int, error: ImagesMissing) -> None:
+        """Send the prompt again, and its images with it, to any node: the present one has not failed."""
+        self._images_missing += 1
+        if self._images_missing > _MOST_IMAGES_MISSING:
+            text = f"nodes lacked the images {self._images_missing} times, the limit is {_MOST_IMAGES_MISSING}"
+            self._give_up(NodeError(f"{text}; the last time: {error}"))
+            return
+        self._count(node, num_tokens, str(error), "images")
+        self._metrics.replayed_tokens.inc(num_tokens)
+        self._computed_by = node if num_tokens else None
+        self.destination = None
+        self._attempts.begin()
+        self._reason = error
+        self._retry_later()
 
     def _leave(self, node: NodeView, num_tokens: int, error: PdserveError, why: str) -> None:
         self._count(node, num_tokens, str(error), why)

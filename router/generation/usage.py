@@ -10,6 +10,7 @@ class Usage(msgspec.Struct):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    image_tokens: int = 0  # prompt tokens of images
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     accepted_drafts: int = 0  # draft tokens, as decode nodes report them

@@ -8,10 +8,10 @@ system:     at the beginning ──► system; later ──► the end of the us
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
-from pdserve.errors import RequestError
+from pdserve.errors import RequestError, shown
 from router.messages_api.params import (
     ContentBlockParam,
     DocumentBlockParam,
@@ -28,6 +28,7 @@ from router.messages_api.params import (
     ToolUseBlockParam,
 )
 from router.text.chat.conversation import Conversation
+from router.text.chat.image_parts import USER_OR_TOOL, ImagePart, Part, image_of_base64, image_of_url
 
 Block = TypeVar("Block")
 
@@ -35,9 +36,14 @@ Block = TypeVar("Block")
 _REQUEST_HASH = "x-anthropic-billing-header:"
 
 
-def read_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[MessageParam]) -> MessagesChat:
-    """Convert messages. Raises RequestError for blocks that a role may not have, and for open calls at its end."""
-    chat = MessagesChat()
+def read_messages(
+    system: str | Sequence[TextOrImageParam], messages: Sequence[MessageParam], newest: Collection[str] = ()
+) -> MessagesChat:
+    """Convert messages. ``newest``: contents whose images a model must see; others may be placeholders.
+
+    Raises RequestError for blocks that a role may not have, and for open calls at its end.
+    """
+    chat = MessagesChat(newest)
     chat.add_system(system, "system")
     for index, message in enumerate(messages):
         where = f"messages[{index}].content"
@@ -58,42 +64,51 @@ def read_messages(system: str | Sequence[TextOrImageParam], messages: Sequence[M
     return chat
 
 
-def check_newest_turn(messages: Sequence[MessageParam]) -> None:
-    """Raise RequestError for an image or document in the newest turn of the user, which the model cannot see.
+def newest_turn(messages: Sequence[MessageParam]) -> set[str]:
+    """Return the places of the contents of the user's newest turn. Raises RequestError for a document in it.
 
-    Beside tool results, which agents add by themselves, and in earlier turns the model reads a placeholder.
+    Beside tool results, which agents add by themselves, and in earlier turns the model may read a placeholder.
     """
+    newest: set[str] = set()
     last = len(messages) - (1 if messages and messages[-1].role == "assistant" else 0)  # the last message is continued
     for index in range(last - 1, -1, -1):
-        blocks = list(_blocks(messages[index].content, f"messages[{index}].content"))
+        where = f"messages[{index}].content"
+        blocks = list(_blocks(messages[index].content, where))
         if messages[index].role == "assistant" or any(isinstance(block, ToolResultBlockParam) for block, _ in blocks):
-            return
+            break
+        newest.add(where)
         for block, at in blocks:
             match block:
                 case DocumentBlockParam(source={"type": "text", "data": str()}):
                     pass
-                case ImageBlockParam() | DocumentBlockParam():
-                    name = "an image" if isinstance(block, ImageBlockParam) else "a document without plain text"
-                    raise RequestError(f"{at} is {name}; the model reads text only: leave it out", "messages")
+                case DocumentBlockParam():
+                    text = f"{at} is a document without plain text; the model reads no others: leave it out"
+                    raise RequestError(text, "messages")
+    return newest
 
 
 class MessagesChat(Conversation):
-    """Adds the content blocks of messages. ``unseen``: kinds of blocks of which the model reads only a placeholder."""
+    """Adds the content blocks of messages. ``num_documents``: those of which the model reads only a placeholder.
 
-    def __init__(self) -> None:
+    A model without images refuses those in ``newest``, places of contents.
+    """
+
+    def __init__(self, newest: Collection[str] = ()) -> None:
         super().__init__()
-        self.unseen: list[str] = []
+        self.num_documents = 0
+        self._newest = newest
 
     def add_system(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
-        texts = (_without_hash(self._text(block, at)) for block, at in _blocks(content, where))
-        self.add_instructions("\n".join(text for text in texts if text))
+        parts = (part for block, at in _blocks(content, where) for part in self._parts(block, at))
+        kept = (_without_hash(part) if isinstance(part, str) else _misplaced(part) for part in parts)
+        self.add_instructions(*(part for part in kept if part))
 
     def add_user_blocks(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
         for block, at in _blocks(content, where):
             if isinstance(block, ToolResultBlockParam):
-                self.add_result(block.tool_use_id, self._result(block, at))
+                self.add_result(block.tool_use_id, *self._result(block, at))
             else:
-                self.add_user(self._text(block, at))
+                self.add_user(*self._parts(block, at, where in self._newest))
 
     def add_assistant_blocks(self, content: str | Sequence[ContentBlockParam], where: str) -> None:
         message = self.begin_assistant()
@@ -106,36 +121,58 @@ class MessagesChat(Conversation):
                 case ToolUseBlockParam():
                     self.add_call(block.id, block.name, block.input)
                 case _:
-                    self.add_content(self._text(block, at))
+                    parts = self._parts(block, at)
+                    self.add_content(*(part if isinstance(part, str) else _misplaced(part) for part in parts))
         if "tool_calls" not in message:
             message.setdefault("content", [])  # templates expect content or calls
 
-    def _result(self, block: ToolResultBlockParam, where: str) -> str:
-        return "\n".join(self._text(part, at) for part, at in _blocks(block.content or "", f"{where}.content"))
+    def _result(self, block: ToolResultBlockParam, where: str) -> list[Part]:
+        blocks = _blocks(block.content or "", f"{where}.content")
+        return [part for nested, at in blocks for part in self._parts(nested, at)]
 
-    def _text(self, block: ContentBlockParam | TextualBlockParam, where: str) -> str:
+    def _parts(
+        self, block: ContentBlockParam | TextualBlockParam, where: str, is_newest: bool = False
+    ) -> Sequence[Part]:
         match block:
             case TextBlockParam():
-                return block.text
+                return [block.text]
             case SearchResultBlockParam():
-                parts = (self._text(part, at) for part, at in _blocks(block.content, f"{where}.content"))
-                return "\n".join([block.title, block.source, *parts])
+                blocks = _blocks(block.content, f"{where}.content")
+                nested = (part for inner, at in blocks for part in self._parts(inner, at))
+                return [block.title, block.source, *nested]
             case ToolReferenceBlockParam():
-                return block.tool_name
+                return [block.tool_name]
             case DocumentBlockParam(source={"type": "text", "data": str() as data}):
-                return data
+                return [data]
             case DocumentBlockParam():
-                return self._placeholder("document")
+                self.num_documents += 1
+                return [_placeholder("document")]
             case ImageBlockParam():
-                return self._placeholder("image")
+                return [_image(block, where, "" if is_newest else _placeholder("image"))]
             case _:
                 tag = type(block).__struct_config__.tag
                 raise RequestError(f"{where} has type {tag!r}, which its role may not have; use 'text'", "messages")
 
-    def _placeholder(self, kind: str) -> str:
-        """Stand in for a block that is no text: an error would end the session, whose later turns repeat the block."""
-        self.unseen.append(kind)
-        return f"[{kind}: this model reads text only]"
+
+def _image(block: ImageBlockParam, where: str, instead: str) -> ImagePart:
+    """Read an image. Its data is taken out of the block, so that its memory is freed with the ImagePart."""
+    match block.source.get("type"):
+        case "base64":
+            return image_of_base64(block.source.pop("data", None), where, instead)
+        case "url":
+            return image_of_url(block.source.pop("url", None), where, instead=instead)
+        case kind:
+            fault = f"has a source of type {shown(kind)}; use 'base64', no files are kept here"
+            return ImagePart(where, fault=fault, instead=instead)
+
+
+def _misplaced(image: ImagePart) -> ImagePart:
+    return ImagePart(image.name, fault=USER_OR_TOOL, instead=image.instead)
+
+
+def _placeholder(kind: str) -> str:
+    """Stand in for a block that is no text: an error would end the session, whose later turns repeat the block."""
+    return f"[{kind}: this model reads text only]"
 
 
 def _blocks(content: str | Sequence[Block], where: str) -> Iterator[tuple[Block | TextBlockParam, str]]:

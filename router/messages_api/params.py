@@ -29,7 +29,9 @@ class ToolUseBlockParam(Struct, tag="tool_use", frozen=True):
 
 
 class ImageBlockParam(Struct, tag="image", frozen=True):
-    """The model reads a placeholder."""
+    """``source`` has type ``base64``, with ``data``. A model that reads text only gets a placeholder."""
+
+    source: dict[str, Any] = {}
 
 
 class DocumentBlockParam(Struct, tag="document", frozen=True):

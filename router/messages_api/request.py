@@ -13,7 +13,7 @@ from router.completions_api.body_parsing import convert, parse_json
 from router.completions_api.field_names import field_names, named_as
 from router.completions_api.generate_body import Defaulted
 from router.completions_api.request_bodies import ChatBody, check_chat
-from router.messages_api.conversation import MessagesChat, check_newest_turn, read_messages
+from router.messages_api.conversation import MessagesChat, newest_turn, read_messages
 from router.messages_api.params import (
     MessageParam,
     MetadataParam,
@@ -103,8 +103,7 @@ def parse_messages(data: bytes) -> MessagesBody:
         "include_reasoning": request.thinking.display != "omitted",
         "response_format": _response_format(request.output_config),
     }
-    check_newest_turn(request.messages)
-    conversation = read_messages(request.system, request.messages)
+    conversation = read_messages(request.system, request.messages, newest_turn(request.messages))
     with named_as(FIELD_NAMES):
         chat = convert({**extensions, **sampling, **_prompt_fields(request, conversation, extensions)}, ChatBody)
         chat_fields = {name: getattr(chat, name) for name in ChatBody.__struct_fields__}
@@ -128,7 +127,8 @@ def _prompt_fields(
 ) -> dict[str, Any]:
     """The fields of a chat that make its prompt."""
     messages = conversation.joined()
-    variables = extensions.get("chat_template_kwargs") or {}
+    given = extensions.get("chat_template_kwargs")
+    variables = {} if given is None else given
     if request.thinking.type in ("enabled", "disabled") and isinstance(variables, dict):
         enabled = request.thinking.type == "enabled"
         variables = {"enable_thinking": enabled, "thinking": enabled, **variables}  # names of Qwen3 and DeepSeek
@@ -150,9 +150,9 @@ def _warnings(request: CountTokensRequest, conversation: MessagesChat) -> list[s
     warnings = [f"tools of type {shown(kind)} are left out: only 'custom' is supported" for kind in kinds]
     if request.mcp_servers:
         warnings.append("mcp_servers are left out: their tools run at Anthropic")
-    for kind in dict.fromkeys(conversation.unseen):
-        number = conversation.unseen.count(kind)
-        warnings.append(f"the model reads text only: {number} blocks of type {kind!r} are placeholders")
+    if conversation.num_documents:
+        number = conversation.num_documents
+        warnings.append(f"the model reads text only: {number} blocks of type 'document' are placeholders")
     return warnings
 
 

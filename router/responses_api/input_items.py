@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 from uuid import uuid4
 
@@ -10,13 +11,16 @@ from pdserve.errors import RequestError, cut, shown
 from router.responses_api.compaction import PROMPT, decode_summary
 from router.responses_api.tool_forms import SHELL, custom_arguments, function_name, shell_arguments
 from router.text.chat.conversation import Conversation
-from router.text.chat.messages import join_parts
+from router.text.chat.image_parts import USER_OR_TOOL, ImagePart, Part, image_of_part
+from router.text.chat.messages import join_parts, part_text
 
 Item = dict[str, Any]
 
 MAX_INPUT_ITEMS = 10_000
 _ROLES = ("user", "assistant", "system", "developer")
-_PLACEHOLDER = {"type": "input_text", "text": "[an image, which this model cannot see]"}
+_UNSEEN = "[an image, which this model cannot see]"
+_LOST = "[an image, which is not stored]"
+_IMAGES = ("input_image", "image_url", "computer_screenshot")  # types of parts
 _MAX_SUMMARY = 20_000  # characters of the summary of a call that ran elsewhere
 # Items of tools that run at a provider, with the fields that the model reads. Without any, the item is left out.
 OF_PROVIDERS: dict[str, tuple[str, ...]] = {
@@ -62,11 +66,11 @@ def reference_of(item: Item) -> str | None:
 
 
 class InputChat(Conversation):
-    """The chat of a list of items. ``num_images``: images in them, each a placeholder in the chat."""
+    """The chat of a list of items. A model without images refuses those in ``newest``, places of items."""
 
-    def __init__(self) -> None:
+    def __init__(self, newest: Collection[str] = ()) -> None:
         super().__init__()
-        self.num_images = 0
+        self._newest = newest
         self._call_ids: set[str] = set()
 
     def add_item(self, item: Item, where: str) -> None:
@@ -100,13 +104,13 @@ class InputChat(Conversation):
         role = item.get("role")
         if role not in _ROLES:
             raise RequestError(f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", where)
-        content = self._joined(item.get("content"), where)
+        parts = self._parts(item.get("content"), where, "content", shows_images=role == "user")
         if role == "assistant":
-            self.add_content(content)
+            self.add_content(*parts)
         elif role == "user":
-            self.add_user(content)
+            self.add_user(*parts)
         else:
-            self.add_instructions(content)
+            self.add_instructions(*parts)
 
     def _call(self, item: Item, name: str, arguments: Any, where: str) -> None:
         self._call_ids.add(call_id := _call_id(item, where))
@@ -117,15 +121,29 @@ class InputChat(Conversation):
             call = str(item["type"]).removesuffix("_output")
             text = f"no {call} before {where} has its call_id {shown(call_id)}; send that call, too"
             raise RequestError(text, where)
-        self.add_result(call_id, self._joined(item.get("output"), where))
+        self.add_result(call_id, *self._parts(item.get("output"), where, "output"))
 
-    def _joined(self, content: Any, where: str) -> str:
-        """Join the text parts of a content. An image becomes a placeholder: the models read text only."""
-        if isinstance(content, list):
-            parts = [_PLACEHOLDER if _is_image(part) else part for part in content]
-            self.num_images += sum(part is _PLACEHOLDER for part in parts)
-            content = parts
-        return join_parts(content, where) or ""
+    def _parts(self, content: Any, where: str, field: str, shows_images: bool = True) -> list[Part]:
+        """Return texts and images of a content."""
+        if not isinstance(content, list):
+            return [join_parts(content, where) or ""]
+        parts: list[Part] = []
+        for at, part in enumerate(content):
+            if not _is_image(part):
+                parts.append(part_text(part, where, at))
+            elif shows_images:
+                parts.append(self._image(part, where, f"{where}.{field}[{at}]"))
+            else:
+                parts.append(ImagePart(f"{where}.{field}[{at}]", fault=USER_OR_TOOL, instead=self._instead(where)))
+        return parts or [""]
+
+    def _image(self, part: dict[str, Any], where: str, name: str) -> ImagePart:
+        if where not in self._newest and part.get("image_url") is None and part.get("file_id") is None:
+            return ImagePart(name, instead=_LOST, lost=True)
+        return image_of_part(part, name, self._instead(where))
+
+    def _instead(self, where: str) -> str:
+        return "" if where in self._newest else _UNSEEN
 
 
 def input_chat(items: list[Item], instructions: str | None) -> InputChat:
@@ -134,8 +152,7 @@ def input_chat(items: list[Item], instructions: str | None) -> InputChat:
         raise RequestError("input is empty; give a text or at least one item", "input")
     if len(items) > MAX_INPUT_ITEMS:
         raise RequestError(f"the input has {len(items)} items; the limit is {MAX_INPUT_ITEMS}, send fewer", "input")
-    _check_newest_message(items)
-    chat = InputChat()
+    chat = InputChat(_newest_messages(items))
     chat.add_instructions(instructions or "")
     for index, item in enumerate(items):
         chat.add_item(item, where=f"input[{index}]")
@@ -144,32 +161,30 @@ def input_chat(items: list[Item], instructions: str | None) -> InputChat:
     return chat
 
 
-def _check_newest_message(items: list[Item]) -> None:
-    """Raise RequestError for an image in the newest message of the user or after it, which the model cannot see.
+def _newest_messages(items: list[Item]) -> set[str]:
+    """Return the places of the newest message of the user and those after it, whose images a model must see.
 
-    In earlier messages, also of a conversation that is to be compacted, and in tool results the model reads a
-    placeholder. Thus a client whose history keeps a refused image continues with the next message.
+    In earlier messages, also of a conversation that is to be compacted, and in tool results it may read placeholders.
+    Thus a client whose history keeps a refused image continues with the next message.
     """
+    newest: set[str] = set()
     if items[-1].get("content") == PROMPT:
-        return
+        return newest
     for index in range(len(items) - 1, -1, -1):
         item = items[index]
         kind = str(item.get("type", "message"))
         if OF_PROVIDERS.get(kind) == ():  # the model reads no field of the item
             continue
         if kind != "message" or item.get("role") == "assistant":
-            return
-        content = item.get("content")
-        for number, part in enumerate(content if isinstance(content, list) else ()):
-            if _is_image(part):
-                at = f"input[{index}].content[{number}]"
-                raise RequestError(f"{at} is an image; the model reads text only: leave it out", at)
+            break
+        newest.add(f"input[{index}]")
         if item.get("role") == "user":
-            return
+            break
+    return newest
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("input_image", "image_url", "computer_screenshot")
+    return isinstance(part, dict) and part.get("type") in _IMAGES
 
 
 def _name(item: Item, where: str) -> str:

@@ -100,20 +100,18 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
     request: ResponsesRequest
     items: list[Item]  # the whole conversation
     offered: OfferedTools
-    num_images: int = 0  # images in the conversation; the model reads a placeholder for each
     prompt_field = "input"
     limit_field = "max_output_tokens"
 
     @property
     def warnings(self) -> list[str]:
-        """The parts of the request that the model does not get."""
-        images = [f"the model reads text only: {self.num_images} images are placeholders"] if self.num_images else []
-        return [*self.offered.warnings, *images]
+        """The tools of the request that the model does not get."""
+        return self.offered.warnings
 
     def with_items(self, items: list[Item]) -> ResponsesBody:
         """Return this body with the whole conversation. Raises RequestError."""
         chat = input_chat(items, self.request.instructions)
-        return msgspec.structs.replace(self, items=items, messages=chat.joined(), num_images=chat.num_images)
+        return msgspec.structs.replace(self, items=items, messages=chat.joined())
 
 
 def parse_responses(data: bytes) -> ResponsesBody:
@@ -148,8 +146,7 @@ def responses_body(fields: dict[str, Any]) -> ResponsesBody:
     with named_as(FIELD_NAMES):
         chat = convert({**rest, **_as_chat(request, conversation, offered)}, ChatBody)
         chat_fields = {name: getattr(chat, name) for name in ChatBody.__struct_fields__}
-        num_images = conversation.num_images
-        body = ResponsesBody(request=request, items=items, offered=offered, num_images=num_images, **chat_fields)
+        body = ResponsesBody(request=request, items=items, offered=offered, **chat_fields)
         check_chat(body)
     return body
 

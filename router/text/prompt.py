@@ -31,6 +31,11 @@ class Prompt(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         return len(self.token_ids) // TOKEN_BYTES
 
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of all images."""
+        return sum(span.num_tokens for span in self.images)
+
     def last(self, num_tokens: int) -> bytes:
         """The last token ids, packed."""
         return self.token_ids[-num_tokens * TOKEN_BYTES :]

@@ -18,6 +18,7 @@ from pdserve.rpc.protobuf import pack_tokens
 from router.text.chat.template import RESERVED, ChatTemplate, RenderRequest
 from router.text.chat.template_renderer import TemplateRenderers
 from router.text.fair_slots import FairSlots
+from router.text.image_marks import MARK, ImageToken, encode_marked, restored
 from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
 
@@ -90,8 +91,18 @@ class PromptEncoder:
         text = source if isinstance(source, str) else None
         return Prompt(pack_tokens(self._tokenizer.encode(source, add_special_tokens)), text)
 
-    async def encode_chat(self, request: RenderRequest, add_special_tokens: bool) -> Prompt:
-        """Render and tokenize a chat. Raises RequestError."""
+    def image_token(self, token_id: int) -> ImageToken | None:
+        """Return the placeholder of images with this id; None if it is no added token of the tokenizer."""
+        text = self._tokenizer.token(token_id)
+        return ImageToken(text, token_id) if text and self._tokenizer.added_token_id(text) == token_id else None
+
+    async def encode_chat(
+        self, request: RenderRequest, add_special_tokens: bool, image_token: ImageToken | None = None
+    ) -> Prompt:
+        """Render and tokenize a chat. Raises RequestError.
+
+        With ``image_token`` the prompt has its id once for each image of the messages, and nowhere else.
+        """
         if request.template and not self._trusts_templates:
             text = "chat_template needs a router that was started with --trust-request-chat-template; leave it out"
             raise RequestError(text, "chat_template")
@@ -103,9 +114,18 @@ class PromptEncoder:
         contents = (message.get("content") for message in request.messages)
         num_chars = sum(len(content) for content in contents if isinstance(content, str))
         self._check_length(num_chars, request.field)  # checked before the cost of the template
+        if image_token is not None:
+            request = msgspec.structs.replace(request, image_token=image_token.text, image_mark=MARK)
         text = await self._renderers.render(request)
         self._check_length(len(text.encode()), request.field)
-        return await self._encode_text(text, add_special_tokens)
+        if image_token is None:
+            return await self._encode_text(text, add_special_tokens)
+        encode = partial(self._encode_marked, text, image_token, add_special_tokens)
+        return await self._run(len(text) <= _INLINE_CHARS, encode)
+
+    def _encode_marked(self, text: str, image_token: ImageToken, add_special_tokens: bool) -> Prompt:
+        ids = encode_marked(self._tokenizer, text, image_token, add_special_tokens)
+        return Prompt(pack_tokens(ids), restored(text, image_token))
 
     async def add_echo(self, prompts: list[Prompt], scored: bool, special: bool) -> list[Prompt]:
         """Add the texts, and token offsets where ``scored``. ``special``: they were encoded with special tokens.

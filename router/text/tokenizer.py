@@ -136,6 +136,12 @@ class Tokenizer:
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self._backend.get_added_tokens_decoder() else None
 
+    def special_tokens(self) -> dict[str, int]:
+        """Return the ids of special tokens that are found as they are written, without spaces around them."""
+        tokens = self._backend.get_added_tokens_decoder().items()
+        plain = (pair for pair in tokens if pair[1].special and not (pair[1].normalized or pair[1].single_word))
+        return {token.content: token_id for token_id, token in plain if not (token.lstrip or token.rstrip)}
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes, which may be part of a character."""
         if self._bytes is not None:

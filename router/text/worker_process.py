@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Generic, Protocol, TypeVar
 
 from router.text.fair_slots import FairSlots
 
@@ -25,15 +26,25 @@ class WorkerProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, module: str, setup: bytes, stderr: int | None = None) -> tuple[WorkerProcess, bytes]:
+    async def start(
+        cls, module: str, setup: bytes, stderr: int | None = None, pass_fds: Sequence[int] = ()
+    ) -> tuple[WorkerProcess, bytes]:
         """Run a module and return the worker with its answer to the first message. Raises TimeoutError."""
         argv = (sys.executable, "-P", "-m", module)
-        worker = cls(await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=stderr, limit=1 << 20))
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=PIPE, stdout=PIPE, stderr=stderr, limit=1 << 20, pass_fds=pass_fds
+        )
+        worker = cls(process)
         try:
             return worker, await worker.exchange(setup, _START_SECONDS)
         except BaseException:
             await worker.kill()
             raise
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the process; below 0, the number of the signal that has killed it; None while it runs."""
+        return self._process.returncode
 
     async def exchange(self, message: bytes, seconds: float) -> bytes:
         """Return the answer to a message. Raises TimeoutError; then, and when cancelled, the worker must be killed."""
@@ -57,17 +68,27 @@ class WorkerProcess:
         await self._process.wait()
 
 
-class WorkerPool:
+class Worker(Protocol):
+    """A process, with what belongs to it."""
+
+    async def kill(self) -> None:
+        """Idempotent."""
+
+
+WorkerT = TypeVar("WorkerT", bound=Worker)
+
+
+class WorkerPool(Generic[WorkerT]):
     """Up to ``most`` workers, started on demand. Clients share them fairly."""
 
-    def __init__(self, start: Callable[[], Awaitable[WorkerProcess]], most: int) -> None:
+    def __init__(self, start: Callable[[], Awaitable[WorkerT]], most: int) -> None:
         self._start = start
         self._slots = FairSlots(most)
-        self._idle: list[WorkerProcess] = []
-        self._all: set[WorkerProcess] = set()
+        self._idle: list[WorkerT] = []
+        self._all: set[WorkerT] = set()
 
     @asynccontextmanager
-    async def worker(self) -> AsyncIterator[WorkerProcess]:
+    async def worker(self) -> AsyncIterator[WorkerT]:
         """Wait for a worker. After an exception it is killed: a late answer would be taken for that of a later message.
 
         Raises the errors of ``start``.

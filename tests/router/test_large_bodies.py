@@ -75,7 +75,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "an image": (
         CHAT,
         lambda: chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "A" * 20_000_000}]}]),
-        "only 'text' is supported",
+        "messages[0].content[0] is an image; the model reads text only",
     ),
     "a text to tokenize": ("/tokenize", lambda: b'{"prompt":"%b"}' % (b"word " * 1_400_000), "at most 1048576"),
 }  # fmt: skip

@@ -16,7 +16,9 @@ from scripted_node import ScriptedNode
 
 from pdserve.errors import RequestError
 from pdserve.pb import pdserve_pb2 as pb
+from router.images.chat_images import take_images
 from router.messages_api.request import parse_count_tokens, parse_messages
+from router.text.chat.messages import check_messages
 from router.text.tokenizer import Tokenizer
 
 Fields = dict[str, Any]
@@ -275,10 +277,12 @@ def test_what_the_model_cannot_read_becomes_a_placeholder_with_a_warning(ask: An
     tools = [*TOOLS, {"type": "web_search_20250305", "name": "web_search"}]
     fields = {"messages": messages, "tools": tools, "mcp_servers": [{"type": "url"}]}
     warnings = ask("A cat", **fields).json()["warnings"]
-    assert [word in text for word, text in zip(("web_search", "mcp", "2 ", "1 "), warnings, strict=True)] == [True] * 4
+    words = ("web_search", "mcp", "1 blocks of type 'document'", "2 images")
+    assert [word in text for word, text in zip(words, warnings, strict=True)] == [True] * 4
     assert events_of(ask("A cat", stream=True, **fields))[0]["message"]["warnings"] == warnings
     chat = parse_messages(json.dumps({"max_tokens": 1, **fields}).encode())
-    assert chat.messages[0]["content"] == "[image: this model reads text only]\nWhat is it?"
+    read = take_images(chat.messages, sees=False).messages
+    assert check_messages(read)[0]["content"] == "[image: this model reads text only]\nWhat is it?"
     assert chat.tool_use.names == ["f"]
 
 

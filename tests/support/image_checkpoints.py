@@ -168,7 +168,7 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
     ``text`` are fields of text_config. Weights are drawn wide, so that logits differ clearly, also between images.
     """
     path.mkdir(parents=True)
-    ids = _write_tokenizer(path)
+    ids = write_tokenizer(path)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     config = _config(kind, ids, dtype, text)
     (path / "config.json").write_text(json.dumps(config))
@@ -284,7 +284,7 @@ def _config(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) ->
     }
 
 
-def _write_tokenizer(path: Path) -> dict[str, int]:
+def write_tokenizer(path: Path) -> dict[str, int]:
     """Write a byte-level tokenizer with a chat template; return the ids of its special tokens by name."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in VISION_TOKENS])

@@ -7,6 +7,7 @@ import time
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import PdserveError
+from pdserve.images import Images
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
@@ -14,6 +15,7 @@ from router.fleet.fleet import Fleet
 from router.generation.choice import Choice
 from router.generation.generation import RequestGeneration
 from router.generation.job import GenerationOptions, Job
+from router.images.loading import LoadedImage
 from router.metrics import RouterMetrics
 from router.text.prompt import Prompt
 from router.text.tokenizer import Tokenizer
@@ -25,7 +27,15 @@ class RunningRequest:
     """A greedy request with one choice."""
 
     def __init__(
-        self, prompt: list[int], max_tokens: int, fleet: Fleet, metrics: RouterMetrics, salt: str = ""
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        salt: str = "",
+        *,
+        images: Images = (),
+        pictures: tuple[LoadedImage, ...] = (),
     ) -> None:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         options = GenerationOptions("id", arrived=time.monotonic(), timeout=60.0, migrations=2, cache_salt=salt)
@@ -34,7 +44,8 @@ class RunningRequest:
         self._fleet = fleet
         self._changed = asyncio.Event()
         self._ended = False
-        jobs = [Job(Prompt(pack_tokens(prompt)), sampling, vocab_size=1 << 20)]
+        packed = Prompt(pack_tokens(prompt), images=images)
+        jobs = [Job(packed, sampling, vocab_size=1 << 20, pictures=pictures)]
         self._generation = RequestGeneration(jobs, options, TOKENIZER, self, metrics.of("m"))
 
     async def start(self) -> None:
@@ -47,6 +58,21 @@ class RunningRequest:
             await self._changed.wait()
         assert self.error is None, self.error
         return self.tokens
+
+    async def failure(self) -> PdserveError:
+        """Return the error with which the request ends."""
+        while not self._ended:
+            self._changed.clear()
+            await self._changed.wait()
+        assert self.error is not None
+        return self.error
+
+    def cancel(self) -> None:
+        self._generation.cancel()
+
+    def close(self) -> None:
+        """Do what an endpoint does at the end of a request."""
+        self._generation.close()
 
     def on_delta(self, choice: Choice, text: str, output: pb.Output) -> None:
         if output.has_token:

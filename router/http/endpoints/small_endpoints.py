@@ -17,6 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pdserve import __version__
 from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
+from router.completions_api.chat_prompt import read_chat
 from router.completions_api.jobs import check_prompt, check_vocabulary, encode_chat, encode_completion
 from router.completions_api.request_bodies import ChatBody, parse_chat, parse_completion
 from router.dialect.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
@@ -26,7 +27,6 @@ from router.messages_api.request import parse_count_tokens
 from router.messages_api.response_objects import MessageTokensCount
 from router.service import ServedModel, Service
 from router.text.prompt import Prompt
-from router.text.prompt_encoder import PromptEncoder
 
 VERSION = __version__
 
@@ -81,12 +81,24 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: str
 
 
+class PlaceholderRange(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class RenderedImages(msgspec.Struct):
+    """The images of a prompt, in vLLM's form. ``mm_hashes`` are the digests that KV events have, too."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[PlaceholderRange]]
+
+
 class RenderedPrompt(msgspec.Struct):
     """A prompt as a model server would get it, in vLLM's form; schedulers look it up in prefix caches."""
 
     model: str
     token_ids: list[int]
-    features: None = None  # images and audio, which are not supported
+    features: RenderedImages | None = None
 
 
 def json_response(value: Any) -> Response:
@@ -166,7 +178,7 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
     async def tokenize(request: Request) -> Response:
         body = await bodies.read(request.receive, lambda data: convert(parse_json(data), TokenizeBody))
         model = service.find(body.model)
-        token_ids = await _tokenize(model.encoder, body)
+        token_ids = await _tokenize(model, body)
         token = model.tokenizer.token
         strings = lazy_list(lambda: (list(map(token, part)) for part in parts(token_ids)))
         response = TokenizeResponse(
@@ -192,15 +204,15 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
     async def render_chat(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_chat)
         model = service.find(body.model)
-        prompt = await encode_chat(body, model.encoder, model.fleet.limits((GENERATE,)))
-        return _large_json(_rendered(model, prompt), service.turns)
+        chat = await encode_chat(body, model, model.fleet.limits((GENERATE,)))
+        return _large_json(_rendered(model, chat.prompt), service.turns)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_count_tokens)
         model = service.find(body.model)
-        prompt = await model.encoder.encode_chat(body.render_request, body.add_special_tokens)
-        return json_response(MessageTokensCount(prompt.num_tokens))
+        chat = await read_chat(body, model)
+        return json_response(MessageTokensCount(chat.prompt.num_tokens))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -211,14 +223,20 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
 
 
 def _rendered(model: ServedModel, prompt: Prompt) -> RenderedPrompt:
-    return RenderedPrompt(model.name, lazy_numbers(prompt.unpacked()))
+    images = None
+    if prompt.images:
+        images = RenderedImages(
+            mm_hashes={"image": [span.digest.hex() for span in prompt.images]},
+            mm_placeholders={"image": [PlaceholderRange(span.start, span.num_tokens) for span in prompt.images]},
+        )
+    return RenderedPrompt(model.name, lazy_numbers(prompt.unpacked()), images)
 
 
-async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> Sequence[int]:
+async def _tokenize(model: ServedModel, body: TokenizeBody) -> Sequence[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if body.prompt is not None:
-        prompt = await encoder.encode_text(body.prompt, body.add_special_tokens is not False)
+        prompt = await model.encoder.encode_text(body.prompt, body.add_special_tokens is not False)
     else:
         chat = ChatBody(
             messages=body.messages or [],
@@ -226,6 +244,7 @@ async def _tokenize(encoder: PromptEncoder, body: TokenizeBody) -> Sequence[int]
             continue_final_message=body.continue_final_message,
             tools=body.tools,
             chat_template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=body.add_special_tokens is True,
         )
-        prompt = await encoder.encode_chat(chat.render_request, body.add_special_tokens is True)
+        prompt = (await read_chat(chat, model)).prompt
     return prompt.unpacked()

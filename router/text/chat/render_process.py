@@ -61,9 +61,12 @@ def _render(template: ChatTemplate, message: bytes) -> bytes:
     """Return a RenderResult."""
     try:
         request = msgspec.json.decode(message, type=RenderRequest)
-        checked = msgspec.structs.replace(request, messages=check_messages(request.messages))
-        if request.template:
-            template = _own_template(request.template, template)
+        checked = msgspec.structs.replace(
+            request, messages=check_messages(request.messages, images=bool(request.image_token))
+        )
+        source = request.template_source(template.source)
+        if source != template.source:
+            template = _own_template(source, template)
         return msgspec.json.encode(RenderResult(template.render(checked)))
     except RequestError as exc:
         result = RenderResult(error=cut(str(exc), _MAX_ERROR), param=exc.param)
@@ -77,7 +80,7 @@ def _render(template: ChatTemplate, message: bytes) -> bytes:
 
 @lru_cache(maxsize=4)
 def _own_template(source: str, model: ChatTemplate) -> ChatTemplate:
-    """The template of a request. Raises RequestError."""
+    """Return the template of a request, or of requests with images. Raises RequestError."""
     try:
         template = ChatTemplate(source, model.special_tokens)
         assert template.compiled

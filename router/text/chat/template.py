@@ -20,6 +20,7 @@ import jinja2.sandbox
 import msgspec
 
 from pdserve.errors import CheckpointError, RequestError
+from router.text.chat.messages import check_image_order
 from router.text.chat.template_messages import template_messages
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -41,6 +42,13 @@ class RenderRequest(msgspec.Struct, frozen=True):
     continue_final_message: bool = False
     template: str = ""  # replaces the model's template
     field: str = "messages"  # field of the client's body with the conversation, for errors
+    image_token: str = ""  # text of the placeholder of an image; empty: the model takes none
+    image_mark: str = ""  # text that a template writes in its place
+
+    def template_source(self, model_template: str) -> str:
+        """Return the template of this request, with the mark of images."""
+        source = self.template or model_template
+        return source.replace(self.image_token, self.image_mark) if self.image_token else source
 
 
 class ChatTemplate:
@@ -79,6 +87,7 @@ class ChatTemplate:
         Raises RequestError when the template refuses the messages.
         """
         chat = template_messages(request.messages, self.source)
+        check_image_order(chat)
         if request.continue_final_message:
             chat[-1]["content"] = _marked(chat[-1].get("content"))
         values = {

@@ -1,0 +1,155 @@
+"""Loads the images of a request: decoded and resized as the model takes them, in processes of their own (decoders.py).
+
+Requests with equal images at one time share their pixels. All pixels together stay within ``--image-memory``: a request
+beyond it gets a 503, since those that hold the memory may themselves wait for more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+
+from pdserve.errors import Overloaded, PdserveError, RequestError
+from pdserve.images import MAX_IMAGES, ImageInput
+from router.images.decoders import DecodedImage, Decoders
+from router.images.source import ImageSource
+from router.metrics import RouterMetrics
+from router.text.chat.image_parts import MAX_BASE64, MAX_FILE_BYTES
+from router.text.fair_slots import CLIENT
+
+_MAX_WAITING = 2 * MAX_IMAGES  # images of a client that wait, or are decoded
+
+
+class LoadedImage:
+    """An image as the model takes it. Its memory is freed with the last reference to it."""
+
+    def __init__(self, digest: bytes, height: int, width: int, accepted: ImageInput, pixels: memoryview) -> None:
+        self.digest = digest  # image_digest, 32 bytes
+        self.height = height  # pixels, resized
+        self.width = width
+        self.rows = height // accepted.cell  # tokens
+        self.columns = width // accepted.cell
+        self.fingerprint = accepted.fingerprint
+        self.pixels = pixels  # uint8 [height * width * 3], RGB
+        self._turns: dict[str, asyncio.Lock] = {}
+
+    def turn(self, node_id: str) -> asyncio.Lock:
+        """Return the lock of the call that sends the image to a node."""
+        return self._turns.setdefault(node_id, asyncio.Lock())
+
+
+class ImageMemory:
+    """The memory of loaded images, in bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.num_bytes = 0
+
+    def keep(self, image: LoadedImage, others: Sequence[LoadedImage]) -> None:
+        """Count an image until it is dropped. ``others`` are those of its request so far.
+
+        Raises Overloaded if it does not fit now, RequestError if the images of its request never do.
+        """
+        size = image.pixels.nbytes
+        if size + sum(other.pixels.nbytes for other in set(others)) > self.budget:
+            raise RequestError(
+                f"this image and those before it take more than {self.budget} bytes, the router's --image-memory; send "
+                "fewer or smaller images"
+            )
+        if self.num_bytes + size > self.budget:
+            raise Overloaded(
+                f"an image takes {size} bytes; of the router's {self.budget} (--image-memory), "
+                f"{self.budget - self.num_bytes} are free; send the request again later"
+            )
+        self.num_bytes += size
+        weakref.finalize(image, self._free, size).atexit = False
+
+    def _free(self, size: int) -> None:
+        self.num_bytes -= size
+
+
+class ImageLoader:
+    """One per router."""
+
+    def __init__(self, memory: int, metrics: RouterMetrics, decoders: Decoders | None = None) -> None:
+        """``memory``: most bytes of pixels. ``decoders``: by default, with their usual limits."""
+        self.memory = ImageMemory(memory)
+        self._metrics = metrics
+        self._decoders = decoders or Decoders()
+        self._images = weakref.WeakValueDictionary[bytes, LoadedImage]()  # by digest
+        self._waiting = Counter[str]()  # images that wait or are decoded, by client
+        metrics.image_bytes.set_function(lambda: self.memory.num_bytes)
+
+    async def load(self, sources: Sequence[ImageSource], accepted: ImageInput) -> list[LoadedImage]:
+        """Return the images in order; those of equal pixels are one. Raises RequestError, which names the image.
+
+        Raises Overloaded if too many images of the client wait, or if their pixels lack memory.
+        """
+        if len(sources) > MAX_IMAGES:
+            raise RequestError(f"the request has {len(sources)} images, the limit is {MAX_IMAGES}; send fewer")
+        if not sources:
+            return []
+        for source in sources:
+            _check_length(source)
+        client = CLIENT.get()
+        if self._waiting[client] + len(sources) > _MAX_WAITING:
+            raise Overloaded(
+                f"{self._waiting[client]} images of this client are not decoded yet, and {len(sources)} more make more "
+                f"than {_MAX_WAITING}; send the request again later"
+            )
+        self._waiting[client] += len(sources)
+        loaded: list[LoadedImage] = []  # as they come
+        tasks = [asyncio.create_task(self._load(source, accepted, loaded), name="image") for source in sources]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            tasks.clear()  # an error refers to this frame: without its lists, the images go at once
+            loaded.clear()
+            self._waiting[client] -= len(sources)
+            if not self._waiting[client]:
+                del self._waiting[client]
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._decoders.close()
+
+    async def _load(self, source: ImageSource, accepted: ImageInput, loaded: list[LoadedImage]) -> LoadedImage:
+        try:
+            decoded = await self._decoders.decode(source.data, accepted)
+            image = self._keep(decoded, accepted, loaded)
+        except RequestError as exc:
+            self._metrics.images.labels("refused").inc()
+            raise RequestError(f"{source.name}: {exc}", source.name) from exc
+        except PdserveError:
+            self._metrics.images.labels("failed").inc()
+            raise
+        loaded.append(image)
+        self._metrics.images.labels("loaded").inc()
+        self._metrics.image_seconds.observe(decoded.seconds)
+        return image
+
+    def _keep(self, decoded: DecodedImage, accepted: ImageInput, loaded: Sequence[LoadedImage]) -> LoadedImage:
+        """Raises Overloaded or RequestError without memory."""
+        image = self._images.get(decoded.digest)
+        if image is None:
+            image = LoadedImage(decoded.digest, decoded.height, decoded.width, accepted, decoded.pixels)
+            self.memory.keep(image, loaded)
+            self._images[decoded.digest] = image
+        return image
+
+
+def _check_length(source: ImageSource) -> None:
+    is_text = isinstance(source.data, str)
+    length = len(source.data)
+    limit = MAX_BASE64 if is_text else MAX_FILE_BYTES
+    if length > limit:
+        num_bytes = length * 3 // 4 if is_text else length
+        raise RequestError(
+            f"{source.name}: the image has {num_bytes} bytes, the limit is {MAX_FILE_BYTES}; send a smaller file",
+            source.name,
+        )

@@ -1,0 +1,58 @@
+"""Expands the placeholders of images in a tokenized prompt, once, and returns where the images lie.
+
+    template   … <|vision_start|> <|image_pad|> <|vision_end|> What is this?
+    token ids  … 3 [image] 4 8 9         one id per image
+    expanded   … 3 [image] [image] [image] [image] [image] [image] 4 8 9        rows × columns ids, and an ImageSpan
+
+Only a template writes placeholders: the text of a client that looks like one stays text (router/text/image_marks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from pdserve.errors import RequestError
+from pdserve.images import Images, ImageSpan
+
+
+class Grid(Protocol):
+    """A LoadedImage."""
+
+    @property
+    def digest(self) -> bytes: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> int: ...
+
+
+def expand(token_ids: bytes, token_id: int, images: Sequence[Grid]) -> tuple[bytes, Images]:
+    """Replace the placeholder of each image by one per token. ``token_ids`` are packed, as are those returned.
+
+    Raises RequestError if the placeholders are not as many as the images, or if no text follows the last one.
+    """
+    ids = np.frombuffer(token_ids, "<u4")
+    places = (ids == token_id).nonzero()[0]
+    if len(places) != len(images):
+        raise RequestError(
+            f"the conversation has {len(images)} images, and the model's chat template shows {len(places)}; send them "
+            "where the template shows them, such as in messages of the user"
+        )
+    if not images:
+        return token_ids, ()
+    if places[-1] == len(ids) - 1:
+        raise RequestError("the prompt ends with an image; let a text follow it, or set add_generation_prompt")
+    sizes = np.array([image.rows * image.columns for image in images])
+    counts = np.ones(len(ids), np.int64)
+    counts[places] = sizes
+    starts = places + np.cumsum(sizes) - sizes - np.arange(len(images))
+    spans = tuple(
+        ImageSpan(start=int(start), rows=image.rows, columns=image.columns, digest=image.digest)
+        for start, image in zip(starts, images, strict=True)
+    )
+    return np.repeat(ids, counts).tobytes(), spans

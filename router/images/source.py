@@ -1,0 +1,12 @@
+"""An image as a request brings it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ImageSource(msgspec.Struct, frozen=True):
+    """An encoded image: PNG, JPEG, WebP or GIF. Its base64 is decoded in a worker process, like the image itself."""
+
+    data: str | bytes  # base64 text as the client sent it, or the file
+    name: str  # its place in the request, for errors: "messages[2].content[1].image_url"
