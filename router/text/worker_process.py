@@ -10,13 +10,14 @@ import asyncio
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Generic, Protocol, TypeVar
 
 from router.text.fair_slots import FairSlots
 
 _LENGTH_BYTES = 4
 _START_SECONDS = 60.0  # seconds; a large vocabulary takes one or two
+_END_SECONDS = 1.0  # for a process to end once its output has ended
 
 
 class WorkerProcess:
@@ -54,12 +55,18 @@ class WorkerProcess:
         assert stdout is not None
         async with asyncio.timeout(seconds):
             try:
-                stdin.write(packed(message))
-            except RuntimeError as exc:  # uvloop raises RuntimeError when the process has ended
-                raise EOFError from exc
-            await stdin.drain()
-            length = int.from_bytes(await stdout.readexactly(_LENGTH_BYTES), "little")
-            return await stdout.readexactly(length)
+                try:
+                    stdin.write(packed(message))
+                except RuntimeError as exc:  # uvloop raises RuntimeError when the process has ended
+                    raise EOFError from exc
+                await stdin.drain()
+                length = int.from_bytes(await stdout.readexactly(_LENGTH_BYTES), "little")
+                return await stdout.readexactly(length)
+            except (EOFError, OSError):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_END_SECONDS):
+                        await self._process.wait()  # a signal meanwhile would lose its exit status
+                raise
 
     async def kill(self) -> None:
         """Idempotent."""

@@ -176,15 +176,16 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png_header(width: int, height: int) -> bytes:
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+def png_header(width: int, height: int, color: int = 2) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0))
 
 
-def png_bomb(width: int, height: int) -> bytes:
-    """Return an image of black pixels; each row has a filter byte."""
+def png_bomb(width: int, height: int, alpha: bool = False) -> bytes:
+    """Return an image of black or transparent pixels; each row has a filter byte."""
     packer = zlib.compressobj(9)
-    rows = b"".join(packer.compress(bytes(1 + 3 * width)) for _ in range(height)) + packer.flush()
-    return png_header(width, height) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    row = bytes(1 + (4 if alpha else 3) * width)
+    rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    return png_header(width, height, 6 if alpha else 2) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def text_bomb() -> bytes:
@@ -260,7 +261,7 @@ def test_what_is_no_base64_is_refused() -> None:
 
 
 def test_a_file_that_takes_too_long_ends_only_its_process() -> None:
-    slow = png_bomb(8_000, 8_000)
+    slow = png_bomb(8_000, 8_000, alpha=True)
 
     async def scenario(loader: ImageLoader) -> None:
         loader._decoders._seconds = 0  # the kernel counts whole seconds: the process has less than one
