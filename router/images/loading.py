@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pdserve.errors import Overloaded, PdserveError, RequestError
 from pdserve.images import MAX_IMAGES, ImageInput
 from router.images.decoders import DecodedImage, Decoders
-from router.images.source import ImageSource
+from router.images.source import MAX_BASE64, MAX_FILE_BYTES, ImageSource
 from router.metrics import RouterMetrics
-from router.text.chat.image_parts import MAX_BASE64, MAX_FILE_BYTES
 from router.text.fair_slots import CLIENT
 
 _MAX_WAITING = 2 * MAX_IMAGES  # images of a client that wait, or are decoded

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_FILE_BYTES = 20 << 20  # an encoded image, without base64; OpenAI's limit
+MAX_BASE64 = 4 * MAX_FILE_BYTES // 3 + 4  # characters
+
 
 class ImageSource(msgspec.Struct, frozen=True):
     """An encoded image: PNG, JPEG, WebP or GIF. Its base64 is decoded in a worker process, like the image itself."""

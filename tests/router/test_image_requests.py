@@ -299,7 +299,8 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "detail": ({"url": URLS[0], "detail": "most"}, "has detail 'most'; use one of auto, low, high"),
     "letters": ({"url": "data:image/png;base64,§§§§"}, "no base64"),
     "no image": ({"url": "data:image/png;base64,AAAA"}, "PNG, JPEG, WebP or GIF image"),
-    "size": ({"url": "data:image/png;base64," + "A" * 28_000_000}, "20971520"),
+    "size": ({"url": "data:image/png;base64," + "A" * 28_000_000}, "the limit is 20971520"),
+    "URL": ({"url": "data:image/png;base64," + "A" * 30_000_000}, "the limit is 29360128"),
 }
 
 

@@ -14,14 +14,13 @@ import msgspec
 
 from pdserve.errors import shown
 
-MAX_FILE_BYTES = 20 << 20  # an encoded image, without base64; OpenAI's limit
-MAX_BASE64 = 4 * MAX_FILE_BYTES // 3 + 4  # characters
 DETAILS = ("auto", "low", "high", "original")  # values of ``detail``, which has no effect
 USER_OR_TOOL = "is an image in a message of another role; send it in a message of the user or in the output of a tool"
 
 _SCHEME = "data:"
 _BASE64 = ";base64"
 _MAX_HEADER = 256  # characters of a data: URL before its data
+_MAX_URL = 28 << 20  # characters: the largest file as base64, and some; the data of longer ones is not even copied
 _AS_DATA = "send the image itself as 'data:image/png;base64,…'"
 
 
@@ -61,9 +60,8 @@ def image_of_url(url: Any, name: str, detail: Any = None, instead: str = "") -> 
         scheme = url[:_MAX_HEADER].partition(":")[0].lower()
         what = "an http URL" if scheme in ("http", "https") else "a URL without the scheme data"
         return ImagePart(name, fault=f"has {what}; no image is fetched here: {_AS_DATA}", instead=instead)
-    if len(url) > _MAX_HEADER + MAX_BASE64:  # its data is not even copied
-        num_bytes = len(url) * 3 // 4
-        fault = f"has about {num_bytes} bytes; the limit of an image is {MAX_FILE_BYTES}, send a smaller file"
+    if len(url) > _MAX_URL:
+        fault = f"has a URL of {len(url)} characters; the limit is {_MAX_URL}, send a smaller file"
         return ImagePart(name, fault=fault, instead=instead)
     comma = url.find(",", 0, _MAX_HEADER)
     if comma < 0 or not url[:comma].lower().endswith(_BASE64):
