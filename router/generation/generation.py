@@ -51,10 +51,7 @@ class RequestGeneration:
         metrics: ModelMetrics,
     ) -> None:
         self.options = options
-        self.usage = Usage(
-            prompt_tokens=sum(job.prompt.num_tokens for job in jobs),
-            image_tokens=sum(job.prompt.image_tokens for job in jobs),
-        )
+        self.usage = Usage.of_prompts([job.prompt for job in jobs])
         self.consumer = consumer
         self.metrics = metrics
         self.ttft: float | None = None  # seconds from the request's arrival to its first token

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
+
+from router.text.prompt import Prompt
 
 
 class Usage(msgspec.Struct):
@@ -15,6 +19,14 @@ class Usage(msgspec.Struct):
     reasoning_tokens: int = 0
     accepted_drafts: int = 0  # draft tokens, as decode nodes report them
     rejected_drafts: int = 0
+
+    @classmethod
+    def of_prompts(cls, prompts: Collection[Prompt]) -> Usage:
+        """Return the usage of a request before its first token."""
+        return cls(
+            prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
+            image_tokens=sum(prompt.image_tokens for prompt in prompts),
+        )
 
     def count_token(self, accepted_drafts: int, rejected_drafts: int) -> None:
         """Count an output token, and the drafts that came with it."""
