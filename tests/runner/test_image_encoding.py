@@ -349,6 +349,8 @@ def test_the_model_s_own_drafts_change_no_token(drafting: Library) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_v2_drafts_behind_images_as_v1(drafting: Library, graphs: bool) -> None:
     options: dict[str, Any] = {"max_drafts": 2, "max_num_seqs": 2, "num_blocks": 48, "max_batch_tokens": 64}
@@ -361,6 +363,8 @@ def test_v2_drafts_behind_images_as_v1(drafting: Library, graphs: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_v2_has_the_library_s_tokens(library: Library, graphs: bool) -> None:
     """Also with the padding of graphs, for steps of decodes beside a text prompt."""
