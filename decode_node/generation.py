@@ -15,7 +15,7 @@ from node.load_spans import prefill_attributes
 from node.reading.handoff_executor import HandoffEvent
 from node.streams.stream_writer import StreamWriter
 from pdserve.errors import DeadlineExceeded, PdserveError
-from pdserve.images import Images
+from pdserve.images import Images, first_needed
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import (
     Cancel,
@@ -73,6 +73,7 @@ class NodeGeneration:
         self.rid = node.engine.open(self)
         self._engine = node.engine
         self._uploads = node.images
+        self._awaited = images if _computes(message) else ()  # images whose pixels the router sends here
         self._pixels = NO_CLAIM
         self._writer = writer
         self._on_end = on_end
@@ -113,6 +114,10 @@ class NodeGeneration:
     def age(self) -> float:
         """Seconds since the router got the request."""
         return time.monotonic() - self._arrived
+
+    def lacks_pixels(self, cached_tokens: int) -> bool:
+        """Return whether an image behind the first ``cached_tokens`` tokens needs pixels, which are on another node."""
+        return not self._awaited and first_needed(self.images, cached_tokens) is not None
 
     def submit_local(self) -> None:
         """Have the engine compute the prompt."""
@@ -213,12 +218,11 @@ class NodeGeneration:
                 self.fail(error_of(event))
 
     def _submit(self, mode: Mode) -> None:
-        """Send the request to the engine, if it computes the prompt, once the pixels are there.
+        """Send the request to the engine, once the pixels are there that come to this node.
 
-        With a P, the router sends the pixels there: if this node has to compute an image, its engine refuses.
+        If the engine has to compute another image, it refuses the request.
         """
-        awaited = self.images if mode is Mode.LOCAL and not self.message.prefill_node else ()
-        self._pixels = self._uploads.when_ready(awaited, partial(self._send_to_engine, mode), self.fail)
+        self._pixels = self._uploads.when_ready(self._awaited, partial(self._send_to_engine, mode), self.fail)
 
     def _send_to_engine(self, mode: Mode) -> None:
         request = self.message
@@ -303,6 +307,14 @@ def _handoff_tokens(token_ids: bytes, resume: Mapping[int, bytes], pull: bool) -
         return token_ids[:-TOKEN_BYTES] if pull and not resume else token_ids
     (output,) = resume.values()
     return token_ids + output[:-TOKEN_BYTES]
+
+
+def _computes(message: pb.Generate) -> bool:
+    """Return whether this node computes the prompt, or the rest of it behind a pulled prefix.
+
+    A moved stream pulls all that there is. A prompt that goes to P may be computed here after all, without pixels.
+    """
+    return not message.prefill_node or (message.pull and message.prefix_tokens > 0)
 
 
 def _ignore(*_: object) -> None:

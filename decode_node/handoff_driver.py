@@ -23,7 +23,7 @@ import msgspec
 
 from decode_node.decode_metrics import DecodeMetrics
 from decode_node.generation import NodeGeneration
-from decode_node.handoff_policy import HandoffPolicy
+from decode_node.handoff_policy import HandoffPolicy, named_peer
 from decode_node.pulled_generation import PulledGeneration
 from node.context import NodeContext
 from node.reading.handoff import Event, Handoff
@@ -54,13 +54,14 @@ class Handoffs:
         """Send a request to the engine: with a handoff or pull from the named node, or without."""
         if not prefill_node:
             self.metrics.local_prefills.inc()
+        lacks_pixels = generation.lacks_pixels(0)
         if not prefill_node or not self.policy.choose_handoff(
-            generation.num_handoff_tokens, generation.sampling.prompt_logprobs
+            generation.num_handoff_tokens, generation.sampling.prompt_logprobs, lacks_pixels=lacks_pixels
         ):
             generation.submit_local()
             return
         try:
-            peer = self.peers.get(prefill_node)
+            peer = named_peer(self.peers, prefill_node, only=lacks_pixels)
         except PdserveError as exc:
             if self.policy.recompute_after(exc, generation.num_handoff_tokens):
                 generation.submit_local()
@@ -97,7 +98,9 @@ class HandoffDriver(HandoffExecutor):
         generation = self._generation
         generation.trace.on_reserved()
         self._uncached_tokens = generation.num_handoff_tokens - cached_tokens
-        if not self._handoffs.policy.choose_handoff(self._uncached_tokens, generation.sampling.prompt_logprobs):
+        lacks_pixels = generation.lacks_pixels(cached_tokens)
+        prompt_logprobs = generation.sampling.prompt_logprobs
+        if not self._handoffs.policy.choose_handoff(self._uncached_tokens, prompt_logprobs, lacks_pixels=lacks_pixels):
             self._engine.send(PrefillLocally(generation.rid))
             self._ended = True
             return

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from decode_node.decode_flags import FailurePolicy
 from decode_node.decode_metrics import DecodeMetrics
+from node.reading.peer import KVPeer
+from node.reading.peers import KVPeers
 from pdserve.errors import ImagesMissing, Overloaded, PdserveError, PrefillCrashed
 from pdserve.request_cost import worth_handoff
+
+
+def named_peer(peers: KVPeers, prefill_node: str, *, only: bool) -> KVPeer:
+    """Return the node that the router has named, or another one if it drains, unless ``only`` it has the pixels.
+
+    Raises PdserveError.
+    """
+    peer = peers.get(prefill_node)
+    if only and peer.node_id != prefill_node:
+        raise ImagesMissing(
+            f"prefill node {prefill_node} is draining, and the pixels of the prompt are there; put them to another "
+            "one, and send the request again"
+        )
+    return peer
 
 
 class HandoffPolicy:
@@ -15,9 +31,12 @@ class HandoffPolicy:
         self._min_tokens = min_tokens
         self._failure_policy = failure_policy
 
-    def choose_handoff(self, uncached_tokens: int, prompt_logprobs: int) -> bool:
-        """Return whether to hand off a prompt; if not, count a local prefill."""
-        worth = worth_handoff(uncached_tokens, prompt_logprobs, self._min_tokens)
+    def choose_handoff(self, uncached_tokens: int, prompt_logprobs: int, *, lacks_pixels: bool = False) -> bool:
+        """Return whether to hand off a prompt; if not, count a local prefill.
+
+        ``lacks_pixels``: this node cannot compute the prompt, however short it is.
+        """
+        worth = worth_handoff(uncached_tokens, prompt_logprobs, 0 if lacks_pixels else self._min_tokens)
         if not worth:
             self._metrics.local_prefills.inc()
         return worth

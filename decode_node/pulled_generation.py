@@ -53,7 +53,7 @@ class PulledGeneration:
     def plan(self, cached_tokens: int) -> Pull | None:
         self._generation.trace.on_reserved()
         self._uncached_tokens = self.num_tokens - cached_tokens
-        pull = self._prefix(cached_tokens) if self._generation.message.prefix_tokens else self._stream()
+        pull = self._prefix(cached_tokens) if self._generation.message.prefix_tokens else self._stream(cached_tokens)
         if pull is not None:
             self._plan = pull.plan
             self._metrics.handoffs.inc()
@@ -68,9 +68,14 @@ class PulledGeneration:
             return None
         return Pull(plan, self._peers.pull_deadline(self._uncached_tokens))
 
-    def _stream(self) -> Pull | None:
+    def _stream(self, cached_tokens: int) -> Pull | None:
         """Return the pull of a moved stream: the source has just computed its tokens."""
-        worth = self._policy.choose_handoff(self._uncached_tokens, self._generation.sampling.prompt_logprobs)
+        generation = self._generation
+        worth = self._policy.choose_handoff(
+            self._uncached_tokens,
+            generation.sampling.prompt_logprobs,
+            lacks_pixels=generation.lacks_pixels(cached_tokens),
+        )
         return Pull(NO_PULL, inf) if worth else None
 
     def decline(self) -> None:

@@ -8,7 +8,7 @@ from decode_node.generation import NodeGeneration
 from decode_node.handoff_driver import Handoffs
 from decode_node.request_trace import RequestTrace
 from node.context import NodeContext
-from node.request_checks import check_images, check_request, check_resume
+from node.request_checks import check_choices, check_images, check_request, check_resume
 from node.streams.served_streams import ServedStream
 from pdserve.errors import Draining, PdserveError, RequestError
 from pdserve.pb import pdserve_pb2 as pb
@@ -109,12 +109,14 @@ class RouterStream(ServedStream[pb.ServeRequest, pb.OutputBatch]):
         num_tokens = check_request(token_ids, sampling, node.config)
         resume = resumed_outputs(message.resume)
         check_resume(resume, sampling, node.config)
+        images = check_images(message.images, token_ids, node.config)
+        check_choices(images, sampling.n, num_tokens, node.config)
         return NodeGeneration(
             message,
             token_ids=token_ids,
             sampling=sampling,
             resume=resume,
-            images=check_images(message.images, token_ids, node.config),
+            images=images,
             node=node,
             writer=self.writer,
             trace=self._begin_trace(message, num_tokens),

@@ -117,6 +117,8 @@ class Engine:
                     scheduler.resume(rid)
                 case messages.FreeLease(rid):
                     scheduler.free_lease(rid)
+                case messages.PutPixels() | messages.DropPixels():
+                    scheduler.images.take(command)
                 case messages.Connect(peer):
                     scheduler.connector.peers.connect(peer)
                 case messages.Disconnect(epoch):

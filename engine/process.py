@@ -29,6 +29,7 @@ from engine.executor.rank import Ranks
 from engine.executor.rank_processes import LaunchedRank, launch_rank
 from engine.grammars.workers import GrammarWorkers
 from engine.heartbeat_sender import HeartbeatSender
+from engine.images.build import build_images
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.peer_kv import PeerKV
@@ -129,6 +130,7 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
         ),
         connector=_connector_factory(config, ranks, agent),
         drafting=build_drafting(config),
+        images=build_images(config, ranks.kv_layout.block_size),
         grammars=grammars,
         clock=time.monotonic,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pdserve.errors import PdserveError
-from pdserve.images import Images
+from pdserve.images import ImageInput, Images
 
 OUTCOMES = ("stored", "known", "refused")
 
@@ -24,6 +24,7 @@ class ImageUploads:
     """The interface, and a node that encodes no images. node/images/ takes uploads of routers."""
 
     services: tuple[str, ...] = ()  # full names of the gRPC services that bring pixels
+    accepted: ImageInput | None = None  # images that routers may send; None: none
 
     @property
     def num_bytes(self) -> int:

@@ -91,6 +91,21 @@ def check_images(spans: Iterable[pb.ImageSpan], token_ids: bytes, config: NodeCo
     return images
 
 
+def check_choices(images: Images, n: int, num_tokens: int, config: NodeConfig) -> None:
+    """Raise RequestError if a choice but the first would have to compute an image on a node that encodes none.
+
+    Choices share the full blocks of a prompt, and compute the tokens behind these again.
+    """
+    block_size = config.kv_layout.block_size
+    shared = num_tokens // block_size * block_size
+    if n > 1 and config.images is not ImageMode.TOWER and images and images[-1].end > shared:
+        raise RequestError(
+            f"n is {n}, and the last {num_tokens - shared} tokens of the prompt, which each choice computes, are "
+            "partly an image; this node encodes none. Ask for one choice, or start decode nodes with --images on",
+            "n",
+        )
+
+
 def _span_fault(span: ImageSpan, begin: int, ids: NDArray[np.uint32], accepted: ImageInput) -> str:
     """Return what is wrong with an image among ``ids`` that begins at token ``begin`` or later, or an empty string."""
     if len(span.digest) != DIGEST_BYTES:

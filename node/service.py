@@ -20,7 +20,7 @@ from pdserve.metrics import flat
 from pdserve.model.pooling import GENERATE, YES_OR_NO
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.rpc.protobuf import layout_to_pb
+from pdserve.rpc.protobuf import image_input_to_pb, layout_to_pb
 
 NODE_SERVICE = "pdserve.v1.Node"
 
@@ -31,6 +31,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
     config = node.config
     layout = node.engine.kv_layout
     pooling = config.pooling
+    accepted = node.images.accepted
     return pb.NodeDescription(
         node_id=node.node_id,
         epoch=node.epoch,
@@ -55,6 +56,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
         pooling=None
         if pooling is None
         else pb.Pooling(size=pooling.size, matryoshka=pooling.matryoshka, yes_or_no=pooling.method == YES_OR_NO),
+        images=None if accepted is None else image_input_to_pb(accepted),
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from enum import StrEnum
 from hashlib import sha256
+from math import ceil
 
 import msgspec
 
@@ -89,13 +90,18 @@ def block_extra(images: Images, start: int, end: int) -> bytes:
 
 def block_images(images: Images, start: int, end: int) -> tuple[tuple[bytes, int], ...]:
     """Return digest and relative place of each image with tokens among start … end - 1."""
+    return tuple((span.digest, span.start - start) for span in images_among(images, start, end))
+
+
+def images_among(images: Images, start: int, end: int) -> Images:
+    """Return the images with tokens among start … end - 1."""
     if not images:
         return ()
     first = bisect_right(images, start, key=_end)
     last = first
     while last < len(images) and images[last].start < end:
         last += 1
-    return tuple((span.digest, span.start - start) for span in images[first:last])
+    return images[first:last]
 
 
 def _end(span: ImageSpan) -> int:
@@ -106,6 +112,11 @@ def first_needed(images: Images, computed: int) -> ImageSpan | None:
     """Return the first image of which not all tokens are among the first ``computed`` of the prompt."""
     index = bisect_right(images, computed, key=_end)
     return images[index] if index < len(images) else None
+
+
+def encoding_work(num_pixels: int, accepted: ImageInput, token_cost: float) -> int:
+    """Return the work of encoding an image, in tokens of a prompt; ``token_cost``: the work of a token of an image."""
+    return ceil(num_pixels // accepted.cell**2 * token_cost)
 
 
 def image_digest(fingerprint: bytes, height: int, width: int, pixels: bytes | memoryview) -> bytes:

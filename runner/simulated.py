@@ -69,7 +69,7 @@ class SimulatedRunner:
     def __init__(self, config: NodeConfig) -> None:
         assert config.costs is not None
         self._config = config
-        self._steps = SimulatedSteps(config.costs)
+        self._steps = SimulatedSteps(config.costs, config.image_input, config.image_token_cost)
         self.kv_layout = config.kv_layout
         self.kv_region = KVRegion(0, self.kv_layout.total_bytes, "cpu", 0)
         self.state_layout = config.state_layout
@@ -228,14 +228,17 @@ def _bits_set(bits: int) -> Iterator[int]:
 
 
 class SimulatedSequence:
-    """The next token depends on the weights and all tokens so far; with random sampling also on seed and choice.
+    """The next token depends on the weights, the images and all tokens so far; random sampling adds seed and choice.
 
     So a request continues with the same tokens on a decode node, after a preemption, or as a new request whose prompt
     ends with the tokens generated before.
     """
 
     def __init__(self, new: NewSequence) -> None:
-        self._digest = hashlib.blake2b(new.token_ids, digest_size=8)
+        self._digest = hashlib.blake2b(digest_size=8)
+        for image in new.images:  # before the tokens, which continue in another sequence
+            self._digest.update(image.digest + image.start.to_bytes(8, "little"))
+        self._digest.update(new.token_ids)
         self._sampling = new.sampling
         self._choice = new.choice
 

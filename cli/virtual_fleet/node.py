@@ -24,8 +24,7 @@ from cli.virtual_fleet.jobs import Job
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.peers.connected_peers import ConnectedPeers
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.scheduler.step_builder import FULL_STEP, TILE
+from engine.scheduler.scheduler_config import FULL_STEP, TILE, SchedulerConfig
 from node.reports import PromptShare
 from pdserve.config.simulated_costs import SimulatedSteps
 from pdserve.ipc.messages import (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import chain
 
 from engine.scheduler.live_sequences import LiveSequences
+from engine.scheduler.room import Room
 from engine.sequence import Sequence
+from pdserve.ipc.messages import Totals
 
 _LINGER = 128  # steps, about a second: a client with one request after the other is beside another all the time
 _PATIENCE = 32  # steps; a node whose sequences end regularly never preempts for fairness
@@ -21,13 +22,26 @@ class FairShare:
     clients never preempt each other alternately, and no client loses its only sequence.
     """
 
-    def __init__(self, live: LiveSequences) -> None:
+    def __init__(self, live: LiveSequences, room: Room, totals: Totals) -> None:
         self._live = live
+        self._room = room
+        self._totals = totals
         self._head: Sequence | None = None
         self._crowded: tuple[int | None, int] = (None, 0)  # client, and the last step in which others decoded beside it
         self._since = 0  # step at which the head became the head, or room was last made for it
 
-    def to_preempt(self, step: int, lacks_room: Callable[[Sequence], bool]) -> Sequence | None:
+    def make_room(self, step: int, in_flight: bool) -> bool:
+        """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
+        sequence = self._to_preempt(step)
+        if sequence is not None:
+            if in_flight:
+                return False
+            self._room.preempt(sequence)
+            self._totals.fair_preemptions += 1
+            self._since = step
+        return True
+
+    def _to_preempt(self, step: int) -> Sequence | None:
         """Return the sequence to preempt now. If the client of the head has the most itself, its turn ends."""
         head = self._live.waiting.head
         if head is not self._head:
@@ -35,7 +49,7 @@ class FairShare:
             self._since = step
         if head is None or step - self._since < _PATIENCE:
             return None
-        if not head.blocked and lacks_room(head):
+        if not head.blocked and (self._room.free_places <= 0 or not self._room.may_have_blocks(head)):
             counts = self._live.counts()
             own = head.request.client
             victim = self._live.least_urgent
@@ -84,6 +98,3 @@ class FairShare:
             sequence.request.client != client for sequence in chain(decodes, loading)
         )
         return client, beside
-
-    def made_room(self, step: int) -> None:
-        self._since = step

@@ -27,9 +27,12 @@ Steps are longer than the target while prompts would miss ``--ttft-target`` othe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
+from engine.kv_cache.peer_kv import PeerKV
+from engine.scheduler.microbatch import RunnableSequences
 from engine.sequence import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
 from pdserve.request_cost import LinearCost, auto_itl_target
@@ -144,6 +147,10 @@ class ChunkBudget:
         if sequence is self._oldest:
             self._reserved = 0.0
 
+    def spend_images(self, work: int) -> None:
+        """Count the encoding of images, in tokens of a prompt that attend to none."""
+        self._spent += work * self._cost.base
+
     def _cost_of(self, sequence: Sequence, num_tokens: int) -> float:
         return num_tokens * self._cost.at(sequence.num_launched + num_tokens / 2)
 
@@ -173,3 +180,28 @@ def in_order(
         budget.reserve(others[0])
         others = [*sorted(others[1:], key=lambda sequence: sequence.missing), others[0]]
     return outputs + others
+
+
+class JoiningStreams:
+    """When streams join the decodes after a handoff: how long some have waited, and when the next one comes.
+
+    Times are of the scheduler's ``clock``. ``busy``: seconds until the device can begin the planned step.
+    """
+
+    def __init__(self, peers: PeerKV, clock: Callable[[], float]) -> None:
+        self._peers = peers
+        self._clock = clock
+
+    def longest_wait(self, runnable: RunnableSequences, busy: float) -> float | None:
+        """Return the longest time from a token until the planned step, of the sequences that join after a handoff."""
+        joining = (sequence for sequence in chain(runnable.decodes, runnable.prompts) if sequence.joins_after_handoff)
+        first = min((sequence.request.waits_since for sequence in joining), default=None)
+        return None if first is None else self._clock() + busy - first
+
+    def arrival_in(self, busy: float) -> float | None:
+        """Return the seconds from the start of the planned step until the next stream joins; None if none is near.
+
+        Streams that are long overdue do not count.
+        """
+        begin = self._clock() + busy
+        return min((at - begin for at in self._peers.arrivals if at > begin - OVERDUE), default=None)

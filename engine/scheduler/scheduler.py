@@ -21,7 +21,7 @@ durations of earlier steps, which ``apply`` takes, and from when streams of hand
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from itertools import chain, islice
 from math import isfinite
 
@@ -29,6 +29,7 @@ import msgspec
 
 from engine.grammars.constraints import GrammarConstraints
 from engine.grammars.workers import GrammarWorkers
+from engine.images.image_steps import ImagesFactory, no_images
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
@@ -39,12 +40,12 @@ from engine.request import Request
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import DraftingFactory, no_drafting
 from engine.scheduler.fair_share import FairShare
-from engine.scheduler.itl_target import ItlTarget, in_order
-from engine.scheduler.joining_streams import JoiningStreams
+from engine.scheduler.itl_target import ItlTarget, JoiningStreams, in_order
 from engine.scheduler.live_sequences import LiveSequences
 from engine.scheduler.loads import KVLoads
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
+from engine.scheduler.refusals import Refusals
 from engine.scheduler.room import Room
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.scheduler.step_builder import CROWDING_FRACTION, StepBuilder
@@ -52,7 +53,7 @@ from engine.scheduler.step_results import Emit, StepResults, no_emit
 from engine.scheduler.ttft_target import NO_ORDER, PromptOrder, TtftTarget
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
-from pdserve.ipc.messages import EventBatch, LastChunk, Refused, Status, Submit, Totals
+from pdserve.ipc.messages import EventBatch, LastChunk, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
@@ -70,6 +71,7 @@ class Scheduler:
         *,
         connector: ConnectorFactory = KVConnectorScheduler,
         drafting: DraftingFactory = no_drafting,
+        images: ImagesFactory = no_images,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -85,6 +87,7 @@ class Scheduler:
         parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
         self.connector = connector(parts)
         self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
+        self.images = images(self.totals)
         self._drafting = drafting(config, self._kv, self.meter, self.totals, self.events)
         self._constraints = GrammarConstraints(
             grammars, config.vocab_size, config.eos_token_ids, propose=self._drafting.propose
@@ -100,8 +103,9 @@ class Scheduler:
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
+        self._refusals = Refusals(self._live, self.images, self.events, config.max_waiting, self.cancel)
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
-        self._fair_share = FairShare(self._live)
+        self._fair_share = FairShare(self._live, self.room, self.totals)
         self._joining = JoiningStreams(self.connector.peers, clock)
         self._in_flight = StepsInFlight(config.stages)
         self._itl_target = ItlTarget(
@@ -123,6 +127,7 @@ class Scheduler:
             totals=self.totals,
             meter=self.meter,
             drafting=self._drafting,
+            images=self.images,
         )
         self.loads = KVLoads(
             self._live, self._kv, self.connector.peers, self._choices, branch=self._results.branch, clock=clock
@@ -142,25 +147,12 @@ class Scheduler:
         request = Request(arrived=now - values.pop("age"), **values, branches=branches, waits_since=now)
         longest_output = max(map(len, branches.values()), default=0)
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
-        if needed > self.pool.total:
-            text = f"a prompt of {request.prompt_len} tokens needs {needed} KV blocks, this node has {self.pool.total}"
-            self.events.refused.append(Refused(request.rid, "RequestTooLong", text))
-        elif not branches and self._num_waiting >= self._config.max_waiting and not self._refuse_for(request):
-            self._refuse_overload(request.rid)
-        elif not self._constraints.holds(request):
+        if self._refusals.never_fits(request, needed, self.pool.total):
+            return
+        if not branches and self._refusals.overloaded(request, self._num_waiting):
+            return
+        if not self._constraints.holds(request):
             self._live.queue(self._choices.lead_sequence(request))
-
-    def _refuse_for(self, request: Request) -> bool:
-        """Refuse a waiting request so that ``request`` may wait, if that is fairer."""
-        if (sequence := self._live.waiting.to_refuse(request)) is None:
-            return False
-        self._refuse_overload(sequence.rid)
-        self.cancel(sequence.rid)
-        return True
-
-    def _refuse_overload(self, rid: int) -> None:
-        text = f"{self._num_waiting} requests are waiting, the limit is {self._config.max_waiting}; come back later"
-        self.events.refused.append(Refused(rid, "Overloaded", text))
 
     def cancel(self, rid: int) -> None:
         """Drop a request; its leased blocks stay leased. Unknown rids are ignored."""
@@ -187,8 +179,9 @@ class Scheduler:
         self.connector.free_lease(rid)
 
     def forget_cached(self) -> None:
-        """Empty the prefix cache, since other weights compute other KV. No request may be open."""
+        """Empty the caches of KV and images, since other weights compute others. No request may be open."""
         self._kv.forget_cached()
+        self.images.forget()
         self.events.status_changed = True
 
     def suspects(self, planning: bool) -> set[int]:
@@ -218,13 +211,14 @@ class Scheduler:
             self._config.max_batch_tokens,
             self._config.full_step,
             tile=self._config.tile,
+            images=self.images,
             crowding=self._fair_share.crowding,
         )
-        if self._make_room() and self._add_running(builder):
+        if self._fair_share.make_room(self._num_plans, bool(self._in_flight)) and self._add_running(builder):
             self.room.admit_loads()
             has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.peers.revoking):
-                self._refuse(sequence for sequence in self._live.waiting if sequence.for_peer)
+                self._refusals.for_peers(sequence for sequence in self._live.waiting if sequence.for_peer)
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected
@@ -233,7 +227,9 @@ class Scheduler:
         finished = self._live.take_finished()
         states = self._kv.take_state_orders(self._num_plans)
         builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
-        return builder.plan(finished, self.connector.take_digest_orders(), states)
+        plan = builder.plan(finished, self.connector.take_digest_orders(), states)
+        self._refusals.end_plan()
+        return plan
 
     def prepare(self) -> None:
         """Do work that would delay a later token now, while the device computes or KV is read."""
@@ -292,8 +288,9 @@ class Scheduler:
     def _backlog(self) -> int:
         """Count the prompt tokens to be computed here. Cached tokens of waiting prompts count until a lookup."""
         loadable = self.connector.peers.loadable
-        waiting = sum(max(0, s.prompt_len - max(0, s.table.cached_at_lookup, loadable(s))) for s in self._live.waiting)
-        return waiting + sum(max(0, s.end_here - s.num_computed) for s in self._prompts if not s.ended)
+        missing = self.images.missing_work
+        waiting = sum(missing(s, max(0, s.table.cached_at_lookup, loadable(s))) for s in self._live.waiting)
+        return waiting + sum(missing(s, s.num_computed) for s in self._prompts if not s.ended)
 
     # ------------------------------------------------------------ planning
 
@@ -304,8 +301,7 @@ class Scheduler:
         for request in ready:
             self._live.queue(self._choices.lead_sequence(request))
         for rid, error in failed:
-            self.events.refused.append(Refused(rid, type(error).__name__, str(error)))
-            self.cancel(rid)
+            self._refusals.failed(rid, error)
 
     def _add_running(self, builder: StepBuilder) -> bool:
         """Add running sequences: decodes, decode-ahead, then prompts as far as they fit.
@@ -328,9 +324,10 @@ class Scheduler:
             if (sequence := self._live.least_urgent) is not None:
                 self.room.preempt(sequence)
             else:
-                self._refuse(self._live.newest_for_peers)
+                self._refusals.for_peers(self._live.newest_for_peers)
             runnable = self._select()
         self._prompts = []
+        self.images.begin(self._num_plans, runnable.prompts)
         waited = self._joining.longest_wait(runnable, self._busy)  # no stream joins any more once it is in the step
         self._add_decodes(builder, runnable.decodes)
         if runnable.ahead:
@@ -381,29 +378,6 @@ class Scheduler:
         )
         return order
 
-    def _make_room(self) -> bool:
-        """Preempt for the head of the queue if that is fair. Return False while steps in flight prevent that."""
-        sequence = self._fair_share.to_preempt(
-            self._num_plans, lambda head: not self.room.free_places or not self.room.may_have_blocks(head)
-        )
-        if sequence is not None:
-            if self._in_flight:
-                return False
-            self.room.preempt(sequence)
-            self.totals.fair_preemptions += 1
-            self._fair_share.made_room(self._num_plans)
-        return True
-
-    def _refuse(self, for_peers: Iterable[Sequence]) -> None:
-        """Refuse prompts for peers, which have blocks for them and compute them, as this node lacks room.
-
-        They might wait forever: the peers for prompts of this node, and growing windows for windows of other prompts.
-        """
-        text = "no room for prompts of peers while other prompts hold blocks; compute the prompt yourself"
-        for sequence in list(for_peers):
-            self.events.refused.append(Refused(sequence.rid, "Overloaded", text))
-            self.cancel(sequence.rid)
-
     def _admit(self, builder: StepBuilder, accepts: Callable[[Sequence], bool] = lambda head: True) -> bool:
         """Allocate blocks for waiting sequences in order, while there are some, and add them to the step.
 
@@ -422,14 +396,21 @@ class Scheduler:
             if not sequence.num_outputs:
                 sequence.request.queued += self._clock() - sequence.request.waits_since
             self._live.run(sequence)
-            self._add_prompt(builder, sequence)
             self._prompts.append(sequence)
+            if not self._add_prompt(builder, sequence):
+                return True
         return True
 
-    def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> None:
+    def _add_prompt(self, builder: StepBuilder, sequence: Sequence) -> bool:
+        """Add a chunk of a prompt. Return False if the prompt waits for an image, or is about to be refused."""
+        if self._refusals.leaves_out(sequence):
+            return False
         if self._kv.has_windows:
             self._kv.cover(sequence, builder.room(sequence))
         if not builder.has_prompts:
             builder.crowding = self._fair_share.take_prompt(sequence, self._num_plans)
-        self._kv.launched(sequence, builder.add_prompt(sequence))
-        self.connector.peers.scheduled(sequence)
+        num_tokens = builder.add_prompt(sequence)
+        if num_tokens:
+            self._kv.launched(sequence, num_tokens)
+            self.connector.peers.scheduled(sequence)
+        return num_tokens > 0

@@ -10,11 +10,15 @@ from collections.abc import Collection
 import msgspec
 
 from engine.kv_cache.block_pool import ONE_GROUP
-from engine.scheduler.step_builder import FULL_STEP, TILE
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv.groups import KVCacheGroups
 from pdserve.kv.layout import KVLayout
 from pdserve.kv.states import StateLayout
+
+# Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
+FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
+# Matrix products on an H200 compute tokens in tiles: one more than 1,024 costs as much as 96 more.
+TILE = {"cpu": 1, "cuda": 128, "simulated": 1}
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from engine.images.image_steps import NO_IMAGES, ImageSteps
 from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.sequence import Sequence
@@ -12,10 +13,6 @@ from pdserve.kv.states import StateOrders
 from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
 Launch = Callable[[Sequence, int], ScheduledSequence]  # int: the step
-# Prompt tokens from which on a step's time grows in proportion to them, by kind of device.
-FULL_STEP = {"cpu": 512, "cuda": 2048, "simulated": 2048}
-# Matrix products on an H200 compute tokens in tiles: one more than 1,024 costs as much as 96 more.
-TILE = {"cpu": 1, "cuda": 128, "simulated": 1}
 # Share of a full step for prompts of a crowding client: 6 ms (8B, H200), beside a decode step of 5 ms.
 CROWDING_FRACTION = 1 / 8
 
@@ -38,6 +35,7 @@ class StepBuilder:
         max_tokens: int,
         full_step: int,
         tile: int = 1,
+        images: ImageSteps = NO_IMAGES,
         crowding: Callable[[Sequence, int], int | None] = lambda sequence, step: None,
     ) -> None:
         """``crowding``: see FairShare. It is asked about prompts that may become the first one of the step.
@@ -52,7 +50,9 @@ class StepBuilder:
         self._full_step = full_step
         self._tile = tile
         self._most_tokens = max_tokens
+        self._images = images
         self._prompt_tokens = 0
+        self._image_work = 0  # encoding of images, in tokens of a prompt
         self._attended = 0.0  # tokens that the prompt tokens attend to, summed over these
         self._find_crowding = crowding
         self._crowding_tokens = max(1, int(full_step * CROWDING_FRACTION))  # tokens of ``crowding`` that still fit
@@ -71,8 +71,9 @@ class StepBuilder:
 
     @property
     def work(self) -> StepWork:
-        context = self._attended / max(1, self._prompt_tokens)
-        return StepWork(len(self._decodes), self._prompt_tokens, context, self._num_drafts)
+        prompt_work = self._prompt_tokens + self._image_work
+        context = self._attended / max(1, prompt_work)
+        return StepWork(len(self._decodes), prompt_work, context, self._num_drafts)
 
     def room(self, sequence: Sequence) -> int:
         """Count the tokens of a prompt that fit."""
@@ -81,7 +82,7 @@ class StepBuilder:
     def _room(self, sequence: Sequence, crowding: int | None) -> int:
         room = self._tokens_left
         if self._prompt_tokens:
-            room = min(room, self._full_step - self._prompt_tokens)
+            room = min(room, self._full_step - self._prompt_tokens - self._image_work)
         if sequence.request.client == crowding:
             room = min(room, self._crowding_tokens)
         return room if self.budget is None or sequence.continues_output else min(room, self.budget.room(sequence))
@@ -115,10 +116,16 @@ class StepBuilder:
         self._drafts += drafts
 
     def add_prompt(self, sequence: Sequence) -> int:
-        """Add as many of its missing tokens as fit, at least one, with one snapshot among them. Return how many."""
+        """Add as many of its missing tokens as fit, at least one, with one snapshot among them. Return how many.
+
+        Return 0 if the first of them waits for an image.
+        """
         missing = sequence.missing
         covered = sequence.table.covered - sequence.num_launched
-        num_tokens = max(1, min(missing, self._room(sequence, self.crowding), covered))
+        room = self._room(sequence, self.crowding)
+        num_tokens = self._images.limit(sequence, max(1, min(missing, room, covered)), room)
+        if not num_tokens:
+            return 0
         if sequence.state is not None:
             num_tokens = sequence.state.limit(sequence.num_launched, num_tokens)
         if self.budget is not None:
@@ -126,6 +133,7 @@ class StepBuilder:
                 spare = (self._most_tokens - self._tokens_left + num_tokens) % self._tile
                 num_tokens -= spare if spare < num_tokens else 0
             self.budget.spend(sequence, num_tokens)
+        self._add_images(sequence, num_tokens, room)
         self._send_blocks(sequence)
         if sequence.ends_after(num_tokens):
             self._add_masks(sequence)
@@ -138,10 +146,20 @@ class StepBuilder:
         self._prompts.append(sequence)
         return num_tokens
 
+    def _add_images(self, sequence: Sequence, num_tokens: int, room: int) -> None:
+        """Have the step encode the images that the next tokens of a prompt need."""
+        work = self._images.add(sequence, num_tokens, room)
+        self._image_work += work
+        if self.budget is not None:
+            self.budget.spend_images(work)
+        if sequence.request.client == self.crowding:
+            self._crowding_tokens -= work
+
     def sequences(self) -> StepSequences:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
     def plan(self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], states: StateOrders) -> StepPlan:
+        images = self._images.take_orders()
         return StepPlan(
             self._step,
             finished=finished,
@@ -155,6 +173,8 @@ class StepBuilder:
             drafts_ahead=self.drafts_ahead,
             state_snapshots=states.snapshots,
             state_copies=states.copies,
+            dropped_images=images.dropped,
+            images=images.encoded,
         )
 
     def _add_masks(self, sequence: Sequence, count: int = 1) -> None:

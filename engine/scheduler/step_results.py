@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from engine.images.image_steps import ImageSteps
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.scheduler.choices import ChoiceManager
@@ -37,6 +38,7 @@ class StepResults:
         totals: Totals,
         meter: StepCostMeter,
         drafting: Drafting,
+        images: ImageSteps,
     ) -> None:
         self._in_flight = in_flight
         self._live = live
@@ -47,6 +49,7 @@ class StepResults:
         self._totals = totals
         self._meter = meter
         self._drafting = drafting
+        self._images = images
 
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float, emit: Emit) -> None:
         """Apply the results of a step that took ``seconds``.
@@ -56,6 +59,7 @@ class StepResults:
         self._apply_prompt_logprobs(output.step.prompt_logprobs)
         self._apply_pooled(output.step.pooled)
         self._connector.update(output)
+        self._images.applied(plan.step)
         if plan.scheduled:
             self._apply_step(plan, output.step, seconds, emit)
             self._totals.steps += 1
@@ -97,13 +101,14 @@ class StepResults:
         if output.drafts:
             self._drafting.keep(step, output)
         drafts = plan.num_drafts if output.decode_counts else 0
-        work = StepWork(decodes, prompt_tokens, context / max(prompt_tokens, 1), drafts)
-        self._measure(work, seconds, ahead=plan.drafts_ahead > 0)
+        prompt_work = prompt_tokens + self._images.work(plan)
+        work = StepWork(decodes, prompt_work, context / max(prompt_work, 1), drafts)
+        self._measure(work, prompt_tokens, seconds, ahead=plan.drafts_ahead > 0)
 
-    def _measure(self, work: StepWork, seconds: float, ahead: bool) -> None:
+    def _measure(self, work: StepWork, prompt_tokens: int, seconds: float, ahead: bool) -> None:
         totals = self._totals
-        decodes, prompt_tokens, context, drafts = work
-        totals.prompt_seconds += self._meter.add_step(decodes, prompt_tokens, seconds, context, drafts, ahead=ahead)
+        decodes, prompt_work, context, drafts = work
+        totals.prompt_seconds += self._meter.add_step(decodes, prompt_work, seconds, context, drafts, ahead=ahead)
         if decodes and prompt_tokens:
             totals.mixed_steps += 1
             totals.mixed_step_seconds += seconds

@@ -100,6 +100,7 @@ class StoredUploads(ImageUploads):
     """The uploads of a node."""
 
     services = (IMAGES_SERVICE,)
+    accepted: ImageInput
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.images import ImageInput, encoding_work
 from pdserve.records import StepPlan
 
 _HIDDEN_SHARE = 0.23  # fraction of prompt time that the read of the weights hides; measured beside decodes on an H100
@@ -19,7 +20,10 @@ KV_TOKENS = 800_000  # default size of the KV cache in tokens: an 8B model on an
 
 
 class StepTokens(msgspec.Struct, frozen=True):
-    """Tokens of a step, and the context tokens that they attend to. Drafts count as prompt tokens."""
+    """Tokens of a step, and the context tokens that they attend to.
+
+    Drafts count as prompt tokens, and so does the work of encoding images.
+    """
 
     decodes: int = 0
     decode_context: int = 0  # tokens in the KV cache, summed over decoding sequences
@@ -78,8 +82,11 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
 class SimulatedSteps:
     """The seconds of a node's steps, from their plans in order."""
 
-    def __init__(self, costs: StepSeconds) -> None:
+    def __init__(self, costs: StepSeconds, accepted: ImageInput | None = None, image_token_cost: float = 0.0) -> None:
+        """``accepted`` and ``image_token_cost`` are those of NodeConfig; without them no image is encoded."""
         self._costs = costs
+        self._accepted = accepted
+        self._image_token_cost = image_token_cost
         self._tokens: dict[int, int] = {}  # tokens with KV, by sequence
 
     def seconds(self, plan: StepPlan) -> float:
@@ -104,7 +111,13 @@ class SimulatedSteps:
             context = tokens.get(item.seq, 0)
             prompt_context += count * (context + count / 2)
             tokens[item.seq] = context + count
-        return StepTokens(plan.num_decodes, decode_context, prompt_tokens, prompt_context)
+        return StepTokens(plan.num_decodes, decode_context, prompt_tokens + self._image_work(plan), prompt_context)
+
+    def _image_work(self, plan: StepPlan) -> int:
+        if self._accepted is None:
+            return 0
+        sizes = (image.height * image.width for image in plan.images)
+        return sum(encoding_work(num_pixels, self._accepted, self._image_token_cost) for num_pixels in sizes)
 
 
 def choose_costs(changes: Iterable[str], speed: float) -> SimulatedCosts:

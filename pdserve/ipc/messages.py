@@ -510,6 +510,10 @@ class Counters(msgspec.Struct, array_like=True):
     disk_kv_corrupt_blocks: Annotated[
         int, Meta(description="Blocks whose content on disk had changed: their tokens were computed again.")
     ] = 0
+    images_encoded: Annotated[int, Meta(description="Images encoded.")] = 0
+    image_cache_hits: Annotated[
+        int, Meta(description="Images of prompts whose embeddings were cached when a step began them.")
+    ] = 0
 
 
 class Totals(Counters):

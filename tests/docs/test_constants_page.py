@@ -27,6 +27,7 @@ COMPLETE = (
     "engine/executor/step_pipeline.py",
     "engine/scheduler/fair_share.py",
     "engine/scheduler/itl_target.py",
+    "engine/scheduler/scheduler_config.py",
     "engine/scheduler/step_builder.py",
     "engine/speculation/acceptance.py",
     "engine/speculation/draft_planner.py",

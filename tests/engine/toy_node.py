@@ -25,6 +25,7 @@ from engine.engine import Engine
 from engine.executor.rank import Pending, Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.grammars.workers import GrammarWorkers
+from engine.images.image_steps import ImagesFactory, no_images
 from engine.kv_cache.block_pool import Use
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
@@ -129,6 +130,8 @@ class Node:
         kv_checksum: bool = False,
         layered: bool = False,
         rank: type[ToyRank] = ToyRank,
+        runner: type[ToyRunner] = ToyRunner,
+        images: ImagesFactory = no_images,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
         state_slots: int = 0,
@@ -164,10 +167,11 @@ class Node:
             ),
             connector=self._connector_factory(kv_checksum, host, state_slots, disk is not None),
             drafting=self._drafting_factory(max_drafts, planned_drafts, always_draft),
+            images=images,
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = ToyRunner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows, latent)
+        self.runner = runner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows, latent)
         setup = ConnectorSetup(self.epoch, states=self.runner.rank_states)
         wake = self._channel.wake
         self.connector = connector or LocalConnector(setup)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from image_node import PLACEHOLDER, Picture, config_with_images, prompt_with
 
-from node.request_checks import check_images
+from node.request_checks import check_choices, check_images
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError
 from pdserve.images import ImageMode, ImageSpan
@@ -111,3 +111,27 @@ def test_what_is_accepted_covers_placeholders_without_overlap(
     assert covered == sorted(set(covered))
     assert all(ids[index] == PLACEHOLDER for index in covered)
     assert len(ids) - 1 not in covered, "the last token is text"
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "text", "refused"),
+    [
+        (ImageMode.POSITIONS, 2, 1, True),
+        (ImageMode.POSITIONS, 2, 7, False),
+        (ImageMode.POSITIONS, 1, 1, False),
+        (ImageMode.TOWER, 2, 1, False),
+    ],
+)
+def test_choices_may_not_need_an_image_again(
+    mode: ImageMode, n: int, text: int, refused: bool, checkpoint: Path
+) -> None:
+    """Blocks have 16 tokens: with 7 tokens of text behind it, the image ends with the first block."""
+    config = config_with_images(checkpoint, mode)
+    assert config.kv_layout.block_size == 16
+    images = (ImageSpan(10, 2, 3, A),)
+    if refused:
+        with pytest.raises(RequestError, match="n is 2, and the last 1 tokens of the prompt") as raised:
+            check_choices((ImageSpan(11, 2, 3, A),), n, 17, config)
+        assert raised.value.param == "n"
+    else:
+        check_choices(images, n, 16 + text, config)

@@ -29,8 +29,7 @@ import runner
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.scheduler_config import SchedulerConfig
-from engine.scheduler.step_builder import FULL_STEP
+from engine.scheduler.scheduler_config import FULL_STEP, SchedulerConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
 from pdserve.ipc.messages import Mode, Submit

@@ -1,0 +1,496 @@
+"""Images in steps: encoded once, when a step needs them, within their memory; no prompt waits forever for one."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from fast_set import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from toy import reference
+from toy_images import Picture, SeeingNode, ask, prompt_of, seen
+from toy_node import BLOCK, DEPTHS, Node
+
+from engine.images.image_cache import ImageCache
+from engine.images.image_steps import no_images
+from engine.images.pixel_store import PixelStore
+from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
+from pdserve.ipc.messages import Cancel, FreeLease, KVConfirmed, Mode, Pause, PrefillLocally, Refused, Resume
+from pdserve.records import StepPlan
+from pdserve.sampling_params import SamplingParams
+
+A = Picture(1)
+B = Picture(2)
+LARGE = Picture(3, 3, 4)
+MakeSeeing = Callable[..., SeeingNode]
+
+
+@pytest.fixture
+def see() -> Iterator[MakeSeeing]:
+    """Yield what makes nodes with a tower; they are closed after the test."""
+    with ExitStack() as stack:
+
+        def make(num_blocks: int, depth: int = 1, stages: int = 1, **options: Any) -> SeeingNode:
+            node = SeeingNode(num_blocks, depth, stages, **options)
+            stack.callback(node.close)
+            return node
+
+        yield make
+
+
+def encodings(node: SeeingNode) -> list[list[int]]:
+    """Return the numbers of the pictures that each step with a forward pass encodes."""
+    steps = [plan for plan in node.runner.launched if plan.scheduled]
+    return [[int.from_bytes(image.digest, "little") for image in plan.images] for plan in steps]
+
+
+def chunks(node: Node) -> list[list[int]]:
+    """Return the tokens of each prompt's chunk in each step."""
+    return [[item.num_tokens for item in plan.prompts] for plan in node.runner.launched if plan.prompts]
+
+
+def refusals(node: Node, steps: int = 50) -> list[Refused]:
+    refused: list[Refused] = []
+    for _ in range(steps):
+        refused += node.step().refused
+        if node.engine.idle:
+            return refused
+    raise AssertionError("the engine does not come to rest")
+
+
+# ---------------------------------------------------------------- the store
+
+
+def test_pixels_come_in_parts_and_are_visible_when_complete() -> None:
+    store = PixelStore()
+    first, *rest = LARGE.parts(50)
+    store.put(first)
+    assert LARGE.digest not in store
+    assert len(store) == 1
+    for part in rest:
+        store.put(part)
+    assert store.get(LARGE.digest) == LARGE.pixels
+    store.drop(LARGE.digest)
+    store.drop(LARGE.digest)
+    assert LARGE.digest not in store
+    assert not len(store)
+
+
+def test_an_incomplete_image_is_dropped_and_begins_again() -> None:
+    store = PixelStore()
+    store.put(LARGE.parts(50)[0])
+    store.drop(LARGE.digest)
+    for part in LARGE.parts(50):
+        store.put(part)
+    assert store.get(LARGE.digest) == LARGE.pixels
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_the_cache_drops_the_least_recently_used_image() -> None:
+    cache = ImageCache(10)
+    for step, digest in enumerate([b"a", b"b", b"a"], 1):
+        assert cache.use(digest, 5, step, ()) == (step < 3)
+    cache.applied(3)
+    assert cache.use(b"c", 5, 4, ())
+    assert cache.take_dropped() == (b"b",)
+    assert cache.num_bytes == 10
+
+
+def test_images_of_steps_in_flight_and_kept_ones_stay() -> None:
+    cache = ImageCache(10)
+    cache.use(b"a", 5, 1, ())
+    cache.use(b"b", 5, 2, ())
+    cache.applied(1)
+    assert not cache.fits({b"c": 6}, ())
+    assert cache.fits({b"c": 5}, ())
+    assert not cache.fits({b"c": 5}, {b"a"})
+    assert cache.fits({b"a": 5, b"b": 5}, ())
+    cache.applied(2)
+    assert cache.fits({b"c": 10}, ())
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_a_prompt_sees_its_images(see: MakeSeeing) -> None:
+    node = see(40, cache=8)
+    node.put(A, B)
+    prompt = prompt_of(3, A, 2, B, 4)
+    ask(node, 1, prompt, max_tokens=3)
+    node.run()
+    assert node.tokens[1, 0] == reference(seen(*prompt), 0, 3)
+    assert encodings(node)[0] == [1, 2]
+    assert Counter(node.seeing.encoded) == {A.digest: 1, B.digest: 1}
+    assert node.scheduler.totals.images_encoded == 2
+    node.assert_all_free()
+
+
+def test_a_chunk_ends_before_an_image_that_exceeds_the_step(see: MakeSeeing) -> None:
+    """A step has room for 16 tokens. The first image and what is before it fill it; the second needs the next step."""
+    node = see(40, cache=8)
+    node.put(A, B)
+    ask(node, 1, prompt_of(3, A, 6, B, 4))
+    node.run()
+    assert encodings(node) == [[1], [2]]
+    assert chunks(node) == [[13], [8]]
+
+
+def test_an_image_larger_than_the_room_of_any_step_is_encoded_alone(see: MakeSeeing) -> None:
+    node = see(40, cache=12, cost=100.0)
+    node.put(LARGE)
+    prompt = prompt_of(3, LARGE, 4)
+    ask(node, 1, prompt)
+    node.run()
+    assert node.tokens[1, 0] == reference(seen(*prompt), 0, 1)
+    assert chunks(node) == [[3], [BLOCK], [12]]
+    assert encodings(node) == [[], [3], []]
+
+
+def test_one_image_per_step_exceeds_its_room(see: MakeSeeing) -> None:
+    node = see(80, cache=50, cost=100.0)
+    node.put(A, B, LARGE)
+    for rid, picture in enumerate((A, B, LARGE)):
+        ask(node, rid, prompt_of(1, picture, 1))
+    node.run()
+    assert max(map(len, encodings(node))) == 1
+    assert len(node.seeing.encoded) == 3
+
+
+def test_equal_images_are_encoded_once_in_a_step_in_a_prompt_and_later(see: MakeSeeing) -> None:
+    node = see(80, cache=8, cost=0.0)
+    node.put(A)
+    ask(node, 1, prompt_of(1, A, 1, A, 2))
+    ask(node, 2, prompt_of(3, A, 2))
+    node.run()
+    node.drop(A)
+    ask(node, 3, prompt_of(5, A, 2))
+    node.run()
+    assert node.seeing.encoded == [A.digest]
+    assert node.scheduler.totals.image_cache_hits == 3
+    assert (3, 0) in node.finished
+
+
+def test_cached_prompts_encode_nothing(see: MakeSeeing) -> None:
+    """Also after the pixels have gone, and where the embeddings have been dropped meanwhile."""
+    node = see(80, cache=4)
+    node.put(A, B)
+    prompt = prompt_of(4, A, 5)
+    for rid, picture in enumerate((A, B, A)):
+        ask(node, rid, prompt if picture is A else prompt_of(4, B, 5))
+        node.run()
+        node.drop(picture)
+    assert node.seeing.encoded == [A.digest, B.digest]
+    assert node.tokens[2, 0] == node.tokens[0, 0]
+
+
+def test_a_prefix_that_ends_amid_an_image_encodes_the_whole_image(see: MakeSeeing) -> None:
+    node = see(80, cache=12)
+    node.put(LARGE, A)
+    ask(node, 1, prompt_of(2, LARGE, 3))
+    node.run()
+    ask(node, 2, prompt_of(2, A, 3))  # drops the embeddings of the first
+    node.run()
+    ids, images = prompt_of(2, LARGE, 3)
+    other = [*ids[:-3], 77, 78, 79]
+    ask(node, 3, (other, images))
+    node.run()
+    assert node.tokens[3, 0] == reference(seen(other, images), 0, 1)
+    assert node.scheduler.totals.prefix_cached_tokens == 12
+    assert node.seeing.encoded == [LARGE.digest, A.digest, LARGE.digest]
+
+
+def test_two_images_of_equal_size_under_the_same_text_share_no_block(see: MakeSeeing) -> None:
+    node = see(80, cache=20)
+    node.put(A, B)
+    for rid, picture in enumerate((A, B, A)):
+        ask(node, rid, prompt_of(2 * BLOCK, picture, 2 * BLOCK), max_tokens=3)
+        node.run()
+    assert node.tokens[0, 0] == node.tokens[2, 0] != node.tokens[1, 0]
+    assert node.scheduler.totals.prefix_cached_tokens == 2 * BLOCK + 4 * BLOCK
+
+
+def test_other_weights_make_other_embeddings(see: MakeSeeing) -> None:
+    node = see(80, cache=20)
+    node.put(A)
+    ask(node, 1, prompt_of(2, A, 3))
+    node.run()
+    node.scheduler.forget_cached()
+    ask(node, 2, prompt_of(2, A, 3))
+    node.run()
+    assert node.seeing.encoded == [A.digest, A.digest]
+    assert node.seeing.embeddings == {A.digest: 4}
+
+
+def test_choices_share_the_images_of_their_prompt(see: MakeSeeing) -> None:
+    """The prompt ends amid a block in which the image ends: other choices compute its tokens again."""
+    node = see(80, cache=4)
+    node.put(A)
+    prompt = prompt_of(2, A, 1)
+    ask(node, 1, prompt, sampling=SamplingParams(max_tokens=4, n=3))
+    node.run()
+    assert [node.tokens[1, choice] for choice in range(3)] == [reference(seen(*prompt), c, 4) for c in range(3)]
+    assert node.seeing.encoded == [A.digest]
+
+
+def test_a_prompt_for_a_peer_is_leased_with_its_images(see: MakeSeeing) -> None:
+    node = see(80, cache=8)
+    node.put(A, B)
+    prompt = prompt_of(3, A, 2, B, 4)
+    ask(node, 1, prompt, mode=Mode.LEASE)
+    leased = []
+    while not node.engine.idle:
+        leased += node.step().leased
+    assert node.kv_of(leased) == seen(*prompt)
+    node.obey(FreeLease(1))
+    node.assert_all_free()
+
+
+def test_a_pull_without_kv_encodes_the_images(see: MakeSeeing) -> None:
+    node = see(80, cache=8)
+    node.put(A)
+    prompt = prompt_of(3, A, 4)
+    ask(node, 1, prompt, mode=Mode.PULL_AND_LEASE)
+    node.step()
+    assert not node.seeing.encoded
+    node.obey(KVConfirmed(1, 0, ()))
+    node.run()
+    assert node.seeing.encoded == [A.digest]
+    node.obey(FreeLease(1))
+    node.assert_all_free()
+
+
+def test_backlog_counts_the_work_of_encoding(see: MakeSeeing) -> None:
+    node = see(80, cache=8, cost=3.0)
+    node.put(A)
+    ask(node, 1, prompt_of(2, A, 2))
+    assert node.scheduler.status().backlog == 8 + 12
+    node.run()
+    assert node.scheduler.status().backlog == 0
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_a_prompt_without_pixels_is_refused_and_others_go_on(see: MakeSeeing) -> None:
+    node = see(80, cache=20)
+    node.put(A)
+    for part in B.parts(5)[:-1]:
+        node.obey(part)
+    ask(node, 1, prompt_of(2, A, 3, B, 2))
+    ask(node, 2, prompt_of(2, A, 3))
+    (refused,) = refusals(node)
+    assert refused.rid == 1
+    assert refused.kind == "ImagesMissing"
+    assert "the pixels of the image at token 9 are no longer on this node; put them" in refused.message
+    assert (2, 0) in node.finished
+    assert node.seeing.encoded == [A.digest]
+    node.assert_all_free()
+
+
+def test_a_node_without_a_tower_refuses_what_it_would_have_to_encode(see: MakeSeeing) -> None:
+    node = see(80, cache=20, images=no_images)
+    ask(node, 1, prompt_of(2, A, 3))
+    (refused,) = refusals(node)
+    assert refused.kind == "ImagesMissing"
+    assert "this node encodes no images, and has to compute the one at token 2" in refused.message
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize("seeing", [True, False])
+def test_a_handoff_that_fails_is_refused_without_pixels(seeing: bool, see: MakeSeeing) -> None:
+    node = see(80, cache=20) if seeing else see(80, cache=20, images=no_images)
+    ask(node, 1, prompt_of(2, A, 3), mode=Mode.HANDOFF)
+    assert not refusals(node)
+    node.obey(PrefillLocally(1))
+    (refused,) = refusals(node)
+    assert refused.kind == "ImagesMissing"
+    node.assert_all_free()
+
+
+def test_a_preempted_sequence_without_pixels_uses_the_prefix_cache(see: MakeSeeing) -> None:
+    """Its image is in a full block, which stays cached while nothing else needs it."""
+    node = see(80, cache=4)
+    node.put(A, B)
+    prompt = prompt_of(2, A, 3)
+    ask(node, 1, prompt, max_tokens=8)
+    node.step()
+    node.drop(A)
+    ask(node, 2, prompt_of(1, B, 1))
+    node.step()  # drops the embeddings
+    (sequence,) = node.scheduler._live.of_request(1)
+    node.scheduler.room.preempt(sequence)
+    assert not refusals(node)
+    assert node.tokens[1, 0] == reference(seen(*prompt), 0, 8)
+
+
+def test_a_preempted_sequence_whose_blocks_have_gone_needs_its_pixels_again(see: MakeSeeing) -> None:
+    node = see(10, cache=4)
+    node.put(A, B)
+    ask(node, 1, prompt_of(2, A, 3), max_tokens=20)
+    node.step()
+    node.drop(A)
+    (sequence,) = node.scheduler._live.of_request(1)
+    node.scheduler.room.preempt(sequence)
+    node.obey(Pause(1))
+    ask(node, 2, prompt_of(1, B, 34))
+    assert not refusals(node)
+    node.obey(Resume(1))
+    (refused,) = refusals(node)
+    assert (refused.rid, refused.kind) == (1, "ImagesMissing")
+    node.assert_all_free()
+
+
+def test_a_choice_that_is_refused_ends_its_request_beside_a_running_one(see: MakeSeeing) -> None:
+    """The step that finds out decodes the other choice: the runner may not drop that before the step."""
+    node = see(40, cache=4)
+    node.put(A)
+    ask(node, 1, prompt_of(2, A, 1), sampling=SamplingParams(max_tokens=20, n=2))
+    for _ in range(3):
+        node.step()
+    node.drop(A)
+    node.scheduler._kv.forget_cached()
+    node.scheduler.images.forget()
+    victim = node.scheduler._live.of_request(1)[1]
+    node.scheduler.room.preempt(victim)
+    refused = refusals(node)
+    assert [event.kind for event in refused] == ["ImagesMissing"]
+    node.assert_all_free()
+
+
+def test_an_image_that_never_fits_is_refused_at_once(see: MakeSeeing) -> None:
+    node = see(80, cache=11)
+    node.put(LARGE)
+    ask(node, 1, prompt_of(2, LARGE, 3))
+    (refused,) = refusals(node)
+    assert refused.kind == "RequestError"
+    assert "takes 120 bytes of embeddings, more than the 110 of this node's --image-cache" in refused.message
+
+
+# ---------------------------------------------------------------- targets
+
+
+def test_streams_keep_their_gap_while_images_are_encoded(see: MakeSeeing) -> None:
+    """An image of 12 tokens costs as much as 48 of text; the target allows steps of 20 ms, a token takes 1 ms."""
+    costs = SimulatedCosts(step=2e-3, decode=0.0, decode_context=0.0, prompt_token=1e-3, prompt_context=0.0, hidden=0.0)
+    steps = SimulatedSteps(costs)
+    encoding = 4e-3  # seconds per token of an image
+
+    def seconds(plan: StepPlan) -> float:
+        return steps.seconds(plan) + sum(encoding * image.height * image.width / 4 for image in plan.images)
+
+    node = see(400, cache=400, cost=4.0, seconds=seconds, itl_target=0.02, batch_tokens=64, full_step=64)
+    pictures = [Picture(10 + number, 1, 3) for number in range(12)]  # 12 ms each
+    node.put(*pictures)
+    ask(node, 1, prompt_of(4), max_tokens=80)
+    for _ in range(4):
+        node.step()
+    for rid, picture in enumerate(pictures, 2):
+        ask(node, rid, prompt_of(10 * rid, picture, 2), client=rid)
+    node.run()
+    mixed = [plan for plan in node.runner.launched if plan.num_decodes and plan.images]
+    assert mixed
+    assert max(len(plan.images) for plan in mixed[2:]) == 1
+    assert len(node.seeing.encoded) == len(pictures)
+
+
+# ---------------------------------------------------------------- everything at once
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@given(seed=st.integers(0, 1 << 30))
+@examples(40)
+def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -> None:
+    """Little memory for KV and embeddings, cancels, pauses, pixels that go with the first token as in a frontend."""
+    chance = random.Random(seed)
+    cache = chance.choice((12, 13, 20, 40))
+    cost = chance.choice((0.0, 0.3, 1.0, 5.0))
+    steps = SimulatedSteps(SimulatedCosts(prompt_token=2e-3))
+    node = SeeingNode(
+        chance.choice((14, 20, 40)),
+        *depth,
+        cache=cache,
+        cost=cost,
+        itl_target=chance.choice((0.0, None, 0.02)),
+        ttft_target=chance.choice((0.0, 0.5)),
+        layered=chance.random() < 0.3,
+        state_slots=chance.choice((0, 0, 20)),
+        seconds=steps.seconds,
+    )
+    pictures = [Picture(number, chance.randint(1, 3), chance.randint(1, 4)) for number in range(1, 7)]
+    pixels = Counter[int]()  # prompts that need them, by number of the picture
+    open_prompts: dict[int, list[int]] = {}  # numbers of the pictures whose pixels are here, by rid
+    expected: dict[int, list[int]] = {}
+    cancelled: set[int] = set()
+    refused: dict[int, str] = {}
+    paused: set[int] = set()
+
+    def release(rid: int) -> None:
+        for number in open_prompts.pop(rid, ()):
+            pixels[number] -= 1
+            if not pixels[number]:
+                node.drop(pictures[number])
+
+    def submit(rid: int) -> None:
+        numbers = [chance.randrange(len(pictures)) for _ in range(chance.randint(0, 3))]
+        parts: list[int | Picture] = [chance.randint(1, 6)]
+        for number in numbers:
+            parts += [pictures[number], chance.randint(1, 3)]
+        ids, images = prompt_of(*parts)
+        for number in set(numbers):
+            if not pixels[number]:
+                node.put(pictures[number])
+            pixels[number] += 1
+        open_prompts[rid] = list(set(numbers))
+        max_tokens = chance.randint(1, 6)
+        expected[rid] = reference(seen(ids, images), 0, max_tokens)
+        ask(node, rid, (ids, images), max_tokens=max_tokens, client=chance.randint(0, 2))
+
+    last = 0
+    for _ in range(400):
+        if last < 14 and chance.random() < 0.3:
+            last += 1
+            submit(last)
+        live = [rid for rid in expected if (rid, 0) not in node.finished and rid not in cancelled | refused.keys()]
+        if live and chance.random() < 0.1:
+            rid = chance.choice(live)
+            match chance.randrange(4):
+                case 0:
+                    cancelled.add(rid)
+                    node.obey(Cancel(rid))
+                    release(rid)
+                case 1 if rid not in paused:
+                    paused.add(rid)
+                    node.obey(Pause(rid))
+                case _:
+                    paused.discard(rid)
+                    node.obey(Resume(rid))
+        if last == 14:
+            for rid in paused & set(live):
+                node.obey(Resume(rid))
+            paused.clear()
+        if not node.engine.idle:
+            batch = node.step()
+            for event in batch.refused:
+                refused[event.rid] = event.kind
+                release(event.rid)
+            for prefilled in batch.prefilled:
+                release(prefilled.rid)
+        elif last == 14 and not live:
+            break
+    assert node.engine.idle
+    for rid, tokens in expected.items():
+        if rid in refused:
+            assert refused[rid] == "ImagesMissing"
+            assert node.tokens[rid, 0], "its pixels were here until its first token"
+        elif rid not in cancelled:
+            assert node.tokens[rid, 0] == tokens
+    assert last == 14
+    node.assert_all_free()
+    node.close()
