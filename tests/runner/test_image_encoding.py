@@ -335,6 +335,8 @@ def test_scheduled_conversations_are_the_library_s(library: Library, drafts: int
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_scheduled_conversations_on_v2_are_the_library_s(library: Library, drafts: int) -> None:
     """A step is launched while another one is in flight."""
@@ -389,6 +391,8 @@ def test_the_model_s_own_drafts_change_no_token(drafting: Library) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_v2_drafts_behind_images_as_v1(drafting: Library, graphs: bool) -> None:
     options: dict[str, Any] = {"max_drafts": 2, "max_num_seqs": 2, "num_blocks": 48, "max_batch_tokens": 64}
@@ -401,6 +405,8 @@ def test_v2_drafts_behind_images_as_v1(drafting: Library, graphs: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("graphs", [False, True])
 def test_v2_has_the_library_s_tokens(library: Library, graphs: bool) -> None:
     """Also with the padding of graphs, for steps of decodes beside a text prompt."""
