@@ -11,6 +11,7 @@ import random
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import node_config
+from drafted_node import DraftedNode, Oracle
 from image_checkpoints import KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
 from PIL import Image
 from ranks import Case, answers_of_ranks
@@ -28,6 +30,7 @@ from stepper import Stepper, copy_to
 import runner
 from pdserve.errors import CheckpointError
 from pdserve.images import ImageMode, Images, image_digest
+from pdserve.ipc.messages import PutPixels
 from pdserve.model.image_processor import smart_size
 from pdserve.protocols import ModelRunner
 from pdserve.records import EncodedImage
@@ -300,6 +303,45 @@ def test_ranks_have_the_library_s_tokens(library: Library, version: str) -> None
     ]
     for answers in answers_of_ranks(cases, 2):
         assert [list(outcome.tokens) for outcome in answers[-1].outcomes] == [prompt.tokens for prompt in prompts]
+
+
+def check_scheduled(library: Library, number: int, drafts: int, graphs: bool = False, **options: Any) -> None:
+    """Run conversations twice at once, on few blocks and with room for few images, so that both are dropped."""
+    config = node_config(library.checkpoint, images="on", max_num_seqs=4, max_model_len=300, **options)
+    cache = 48 * config.image_token_bytes
+    config = msgspec.structs.replace(config, image_cache=cache, cuda_graphs=graphs)
+    prompts = [library.conversation(index) for index in range(number)] * 2
+    texts = [[*prompt.ids, *prompt.tokens] for prompt in prompts]
+    source = partial(Oracle, texts, 0.2, config.model.vocab_size)
+    node = DraftedNode(config, drafts, source if drafts else None)
+    pixels = {image.digest: image.pixels for prompt in prompts for image in prompt.pixels}
+    for digest, data in pixels.items():
+        node.scheduler.images.take(PutPixels(digest, data, last=True))
+    sampling = SamplingParams(NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    for rid, prompt in enumerate(prompts):
+        node.submit(rid, prompt.ids, sampling, images=prompt.spans)
+        node.step()
+    answers = node.run()
+    assert [answers[rid, 0].token_ids for rid in range(len(prompts))] == [prompt.tokens for prompt in prompts]
+    assert sum(len(plan.images) for plan in node.plans) >= len(pixels)
+    assert node.num_accepted > 0 or not drafts
+    node.close()
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_scheduled_conversations_are_the_library_s(library: Library, drafts: int) -> None:
+    check_scheduled(library, 8, drafts, num_blocks=24, max_batch_tokens=40, state_slots=12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # attention of padding is unspecified
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_scheduled_conversations_on_v2_are_the_library_s(library: Library, drafts: int) -> None:
+    """A step is launched while another one is in flight."""
+    options: dict[str, Any] = {"runner": "V2", "attention_backend": "triton", "device": DEVICE}
+    check_scheduled(library, 4, drafts, graphs=True, num_blocks=24, max_batch_tokens=40, state_slots=12, **options)
 
 
 def check_drafts(library: Library, stepper: Stepper) -> None:

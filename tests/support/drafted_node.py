@@ -20,12 +20,14 @@ from connector.setup import ConnectorSetup
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import Result, StepPipeline
 from engine.grammars.workers import GrammarWorkers
+from engine.images.build import build_images
 from engine.scheduler.drafting import no_drafting
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculation.draft_planner import DraftOptions, DraftPlanner
 from engine.speculation.draft_source import DraftSource, ModelDrafts
 from pdserve.config.node_config import NodeConfig
+from pdserve.images import Images
 from pdserve.ipc.messages import Mode, Submit
 from pdserve.records import FinishReason, StepOutput, StepPlan, TokenLogprobs
 from pdserve.sampling_params import SamplingParams
@@ -93,6 +95,7 @@ class DraftedNode:
             ),
             drafting=partial(DraftPlanner, DraftOptions(source, always, synthetic)) if max_drafts else no_drafting,
             grammars=self._grammars,
+            images=build_images(config, config.kv_layout.block_size),
         )
         self._rank = Rank(self._runner, NullConnector(ConnectorSetup("drafted")))
         self._pipeline = StepPipeline(self._rank)
@@ -101,8 +104,11 @@ class DraftedNode:
         self.num_accepted = 0  # drafts
         self.num_refused = 0  # requests
 
-    def submit(self, rid: int, prompt: Sequence[int], sampling: SamplingParams, salt: str = "") -> None:
-        self.scheduler.submit(Submit(rid, array("I", prompt).tobytes(), sampling, Mode.LOCAL, salt))
+    def submit(
+        self, rid: int, prompt: Sequence[int], sampling: SamplingParams, salt: str = "", images: Images = ()
+    ) -> None:
+        submit = Submit(rid, array("I", prompt).tobytes(), sampling, Mode.LOCAL, salt, images=images)
+        self.scheduler.submit(submit)
 
     def step(self) -> None:
         plan = self.scheduler.plan(self._pipeline.busy)
