@@ -2,12 +2,14 @@
 
     python bench/fuzz_requests.py --minutes 30 [--seed 1]
     python bench/fuzz_requests.py --minutes 30 --kinds recurrent --runners V1     of one kind of KV cache
+    python bench/fuzz_requests.py --minutes 30 --kinds images                     chats with 0 to 4 images
     python bench/fuzz_requests.py --seed 1 --fleet 7                         one fleet again, as a difference names it
 
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine, on its CPU. Each fleet has a
 random tiny model and nodes of either runner with kernel pages of their own: P, two D, and a reference of runner V1.
 V2 runs in Triton's interpreter. Beside the reference, nodes may verify drafts, keep little KV on the device and more in
-host memory and on a disk, and pull all that another has cached, or the second half of it. Each request is sent
+host memory and on a disk, and pull all that another has cached, or the second half of it. Models that see get chats
+with images, whose nodes D may have towers of their own. Each request is sent
 
     alone         to the reference: one request at a time, never handed off
     handed off    to P and D, one request at a time
@@ -42,7 +44,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,26 +56,35 @@ from answers import Answer, ErrorAnswer, first_difference, send_completion
 from checkpoints import RECURRENT, make_checkpoint
 from fault_injection import inject, is_ready, recover
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
-from random_requests import add_stops, new_request
+from image_chats import RandomChats, lengthened
+from image_checkpoints import KINDS as SEEING
+from image_checkpoints import VOCABULARY, add_predictor, largest_embeddings, make_image_checkpoint
+from random_requests import add_stops, new_chat, new_request
 
 KINDS = {  # kinds of KV cache, with families
     "plain": ("llama", "qwen3", "mistral", "qwen2", "mixtral"),
     "window": ("gpt_oss",),
     "latent": ("deepseek_v3", "glm4_moe_lite"),
     "recurrent": ("qwen3_next", "qwen3_5_text"),
+    "images": SEEING,
 }
 BLOCKS = (16, 32, 48, 64, 96, 128)  # tokens; equal on all nodes of a fleet
 PAGES = {"V1": (8, 16, 32, 64), "V2": (16, 32, 64)}  # tokens of a kernel page, where they divide a block
 CHUNK = 64  # tokens of a step at most
-LONGEST = 200  # tokens of a prompt
-COMMON = ("--max-batch-tokens", str(CHUNK), "--max-num-seqs", "8", "--max-model-len", "512", "--peer-timeout", "30")
+LONGEST = 200  # tokens of a prompt without images
+COMMON = ("--max-num-seqs", "8", "--peer-timeout", "30")
+CONTEXT = 512  # tokens
+IMAGE_CHUNKS = (16, 48, 64, 200, 2048)  # tokens of a step at most
+IMAGE_CONTEXT = 1280  # tokens
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
 NOISE = 2  # requests at a time whose clients leave
 TOLERANCE = 1e-4  # largest difference of log-probabilities
-TOLERANCES = dict.fromkeys(KINDS["recurrent"], 1e-3)
-DRAFTS = ("--speculate", "lookup", "--speculate-when", "always")
-TIERS = ("--kv-cache-memory", "1MiB", "--host-kv-memory", "2MiB", "--disk-kv-size", "1GiB")
+TOLERANCES = dict.fromkeys((*KINDS["recurrent"], "qwen3_5", "qwen3_5_moe"), 1e-3)
+ALWAYS = ("--speculate-when", "always")
+KV_MEMORY = "1MiB"
+IMAGE_KV_MEMORY = "3MiB"
+TIERS = ("--host-kv-memory", "2MiB", "--disk-kv-size", "1GiB")
 PULL_HOOK = Path(__file__).parents[1] / "tests" / "e2e" / "split_pulls"  # lets nodes pull whatever that costs
 TURNS = 4  # equal requests at a time: not all of them get to the D with the KV
 LONGEST_TURN = 500  # tokens of a prompt that continues an answer
@@ -86,7 +97,10 @@ COUNTERS = {  # counters of nodes since their last start
     "disk_kv_hit_tokens": "tokens from disk",
     "spec_decode_num_draft_tokens": "drafts",
     "preemptions": "preemptions",
+    "images_encoded": "images encoded",
+    "image_cache_hits": "images found encoded",
 }
+TOO_MANY_CHOICES = "which each choice computes, are partly an image"  # an error of D without a tower
 REFUSED = "refused"  # the only choice's finish reason of a request that the router refuses
 
 Body = dict[str, Any]
@@ -118,12 +132,16 @@ class FleetPlan:
     drafts: bool
     tiers: bool
     pulls: str  # "whole", "split": a node computes the first half meanwhile; "": none
+    predicts: bool = False  # drafts are those of the model's own layer
+    towers: tuple[bool, bool] = (False, False)  # of the nodes D
+    one_image: bool = False  # caches of embeddings hold one image of the largest size
+    chunk: int = CHUNK
 
     @classmethod
     def draw(cls, rng: random.Random, args: argparse.Namespace) -> FleetPlan:
         block = rng.choice(BLOCKS)
         nodes = [NodePlan.draw(rng, block, args.runners) for _ in range(3)]
-        return cls(
+        plan = cls(
             rng.choice(KINDS[rng.choice(args.kinds)]),
             rng.choice(args.vocabularies),
             block,
@@ -133,22 +151,65 @@ class FleetPlan:
             tiers=rng.random() < 0.5,
             pulls=rng.choice(("", "whole", "split")),
         )
+        return plan._with_images(rng) if plan.sees else plan
+
+    def _with_images(self, rng: random.Random) -> FleetPlan:
+        return replace(
+            self,
+            vocabulary=VOCABULARY,
+            predicts=self.drafts and self.family != "qwen3_vl" and rng.random() < 0.5,
+            towers=rng.choice(((False, False), (False, True), (True, True))),
+            one_image=rng.random() < 0.4,
+            chunk=rng.choice(IMAGE_CHUNKS),
+        )
+
+    @property
+    def sees(self) -> bool:
+        return self.family in SEEING
+
+    def make(self, path: Path, seed: int) -> Path:
+        """Write the checkpoint."""
+        if self.sees:
+            model = make_image_checkpoint(path, self.family, seed=seed)
+            if self.predicts:
+                add_predictor(model)
+            return model
+        layers: Body = {} if self.family in RECURRENT else {"num_hidden_layers": 2}
+        return add_tokenizer(make_checkpoint(path, self.family, seed=seed, vocab_size=self.vocabulary, **layers))
+
+    @property
+    def common_flags(self) -> list[str]:
+        context = IMAGE_CONTEXT if self.sees else CONTEXT
+        return [*COMMON, "--max-batch-tokens", str(self.chunk), "--max-model-len", str(context)]
 
     def flags(self, node: NodePlan, directory: Path) -> list[str]:
-        flags = [*COMMON, "--block-size", str(self.block), "--kernel-block-size", str(node.page)]
-        flags += DRAFTS if self.drafts else ()
-        return [*flags, *TIERS, "--disk-kv", str(directory / "disk")] if self.tiers else flags
+        flags = [*self.common_flags, "--block-size", str(self.block), "--kernel-block-size", str(node.page)]
+        if self.drafts:
+            flags += ["--speculate", "mtp" if self.predicts else "lookup", *ALWAYS]
+        if self.tiers:
+            memory = IMAGE_KV_MEMORY if self.sees else KV_MEMORY
+            flags += ["--kv-cache-memory", memory, *TIERS, "--disk-kv", str(directory / "disk")]
+        return flags
+
+    @property
+    def image_flags(self) -> list[str]:
+        """Flags of nodes with a tower."""
+        cache = ["--image-cache", str(largest_embeddings(self.family))] if self.one_image else []
+        return ["--images", "on", *cache] if self.sees else []
 
     @property
     def edges(self) -> list[int]:
         """Numbers of tokens at which a prompt needs one more block, page or step."""
-        return sorted({self.block, self.prefill.page, *(node.page for node in self.decode), CHUNK})
+        return sorted({self.block, self.prefill.page, *(node.page for node in self.decode), self.chunk})
 
     def __str__(self) -> str:
         first, second = self.decode
         model = f"{self.family}, vocabulary {self.vocabulary}, blocks of {self.block}"
         extras = [name for name in ("drafts", "tiers") if getattr(self, name)]
         extras += [f"{self.pulls} pulls"] * bool(self.pulls)
+        if self.sees:
+            extras += [f"{sum(self.towers)} D with towers", f"steps of {self.chunk}"]
+            extras += [name for name in ("predicts", "one_image") if getattr(self, name)]
         return ", ".join([model, f"P {self.prefill}", f"D {first}", f"D {second}", *extras])
 
 
@@ -162,10 +223,7 @@ class World:
     @contextmanager
     @staticmethod
     def start(plan: FleetPlan, directory: Path, seed: int) -> Iterator[World]:
-        layers: Body = {} if plan.family in RECURRENT else {"num_hidden_layers": 2}
-        model = add_tokenizer(
-            make_checkpoint(directory / "model", plan.family, seed=seed, vocab_size=plan.vocabulary, **layers)
-        )
+        model = plan.make(directory / "model", seed)
         listed = directory / "decode"
         listed.touch()
         pulls = {
@@ -178,14 +236,16 @@ class World:
         with ExitStack() as stack:
             nodes = stack.enter_context(Fleet())
             reference = stack.enter_context(Fleet())
-            reference.start_decode(model, [*COMMON, "--block-size", "16"], RUNNER_ENVIRONMENTS["V1"])
+            flags = [*plan.common_flags, *plan.image_flags, "--block-size", "16"]
+            reference.start_decode(model, flags, RUNNER_ENVIRONMENTS["V1"])
             reference.start_router(model)
             flags = [*plan.flags(plan.prefill, directory), "--lease-seconds", "3", "--drain-timeout", "0"]
             sources = ["--kv-source", f"file://{listed}"] if plan.pulls else []
-            flags += sources
+            flags += [*sources, *plan.image_flags]
             nodes.start_prefill(model, flags, {**RUNNER_ENVIRONMENTS[plan.prefill.runner], **pulls})
-            for node in plan.decode:
+            for node, sees in zip(plan.decode, plan.towers, strict=True):
                 flags = [*plan.flags(node, directory), "--handoff-min-tokens", "1", "--drain-timeout", "0", *sources]
+                flags += plan.image_flags if sees else ()
                 nodes.start_decode(model, flags, {**RUNNER_ENVIRONMENTS[node.runner], **pulls})
             listed.write_text("".join(f"{node.address}\n" for node in nodes.nodes))
             policy = ["--policy", "prefix-aware"] if plan.pulls else []  # this policy names the nodes to pull from
@@ -248,6 +308,10 @@ async def send(client: httpx.AsyncClient, body: Body, salt: str, pauses: Iterabl
         return refused
 
 
+def _is_one_prompt(body: Body) -> bool:
+    return "messages" in body or isinstance(body["prompt"][0], int)
+
+
 def is_refused(answer: Answer) -> bool:
     return 0 in answer.choices and answer.choices[0].finish_reason == REFUSED
 
@@ -268,6 +332,9 @@ class Round:
     expected: list[Answer] = field(default_factory=list)
     lasted: float = 0.0  # seconds from the first request to the last answer, without faults
 
+    def __post_init__(self) -> None:
+        self._chats = RandomChats(self.rng, like_placeholders=True)
+
     async def run(self) -> None:
         async with self._client(self.world.reference) as alone, self._client(self.world.nodes) as client:
             await self._record(alone)
@@ -285,7 +352,7 @@ class Round:
     async def _record(self, alone: httpx.AsyncClient) -> None:
         """Draw the requests; record the answers of the reference. Some get a stop from their first answer."""
         for _ in range(self.args.requests):
-            body = self._draw()
+            body = await self._aligned(alone, self._draw())
             answer = await send(alone, body, self._salt())
             if not is_refused(answer) and add_stops(self.rng, body, answer):
                 answer = await send(alone, body, self._salt())
@@ -293,6 +360,20 @@ class Round:
             self.findings.counts[answer.choices[0].finish_reason] += 1
             self.bodies.append(body)
             self.expected.append(answer)
+
+    async def _aligned(self, client: httpx.AsyncClient, body: Body) -> Body:
+        """Return a body whose prompt, or one of its images, often begins or ends at an edge, or one token off."""
+        if "messages" not in body or self.rng.random() < 0.3:
+            return body
+        response = await client.post("/v1/chat/completions/render", json=body)
+        if response.status_code != 200:
+            return body
+        rendered = response.json()
+        places = [len(rendered["token_ids"])]
+        for place in (rendered.get("features") or {"mm_placeholders": {"image": []}})["mm_placeholders"]["image"]:
+            places += [place["offset"], place["offset"] + place["length"]]
+        more = -(self.rng.choice(places[-3:]) + self.rng.choice((-1, 0, 1))) % self.rng.choice(self.plan.edges)
+        return {**body, "messages": lengthened(body["messages"], min(more, LONGEST))}
 
     async def _together(self, way: str, client: httpx.AsyncClient) -> None:
         """Send all requests at the same time, beside neighbours whose clients leave."""
@@ -322,7 +403,7 @@ class Round:
             answers = await asyncio.gather(*sent)
             for body, salt, answer, reference in zip(bodies, salts, answers, expected, strict=True):
                 self._compare("not read", body, answer, reference)
-                if isinstance(body["prompt"][0], int) and not is_refused(reference):
+                if _is_one_prompt(body) and not is_refused(reference):
                     turn = self._next_turn(body, reference)
                     alike = await send(alone, turn, salt)
                     for reply in await asyncio.gather(*(send(client, turn, salt) for _ in range(TURNS))):
@@ -330,6 +411,11 @@ class Round:
 
     def _next_turn(self, body: Body, answer: Answer) -> Body:
         """Return a request that continues the first choice of an answer."""
+        if "messages" in body:
+            fields = ("model", "seed", "temperature", "n", "stream", "logprobs", "top_logprobs")
+            answered = {"role": "assistant", "content": answer.choices[0].text}
+            messages = [*body["messages"], answered, self._chats.user(10, self.rng.randint(0, 1))]
+            return {**{name: body[name] for name in fields}, "messages": messages, "max_tokens": 4}
         prompt = [*body["prompt"], *answer.choices[0].token_ids[:UNREAD_TOKENS], self.rng.randrange(3, 4000)]
         fields = ("model", "seed", "temperature", "n", "stream", "logprobs")
         return {**{name: body[name] for name in fields}, "prompt": prompt[-LONGEST_TURN:], "max_tokens": 4}
@@ -348,15 +434,18 @@ class Round:
     def _draw_unread(self) -> Body:
         """Draw a request whose answer does not fit into the buffers on its way."""
         body = self._draw()
-        n = body["n"] * (2 if isinstance(body["prompt"][0], list) else 1)
+        n = body["n"] * (1 if _is_one_prompt(body) else 2)
         long = {"stream": True, "logprobs": 20, "max_tokens": -(-UNREAD_TOKENS // n), "ignore_eos": True}
+        if "messages" in body:
+            long |= {"logprobs": True, "top_logprobs": 20}
         return {**body, **long, "min_tokens": 0}
 
     async def _neighbour(self, client: httpx.AsyncClient, seed: int) -> None:
         """Send random requests without end; leave each one before its answer ends, or when it ends."""
         rng = random.Random(seed)
+        chats = RandomChats(rng)
         while True:
-            body = new_request(rng, self.plan.edges, LONGEST, self.args.max_tokens, self.plan.vocabulary)
+            body = self._draw(rng, chats)
             with suppress(ErrorAnswer, TimeoutError):
                 async with asyncio.timeout(rng.uniform(0.0, 4.0)):
                     await send_completion(client, body, rng.randint(1, 10) if body["stream"] else float("inf"))
@@ -364,7 +453,9 @@ class Round:
 
     def _draw_fault(self) -> tuple[NodeProcess, str, float]:
         """Return a node, its fault, and how long after a D began to compute answers it comes."""
-        node = self.world.nodes.prefill[0] if self.rng.random() < 0.2 else self.rng.choice(self.world.nodes.decode)
+        decode = self.world.nodes.decode
+        may_lose_p = any(self.plan.towers) or not self.plan.sees  # else no node would encode images
+        node = self.world.nodes.prefill[0] if self.rng.random() < 0.2 and may_lose_p else self.rng.choice(decode)
         return node, self.rng.choice(FAULTS), self.rng.random() * self.lasted
 
     def _inject_and_recover(self, fault: tuple[NodeProcess, str, float]) -> None:
@@ -381,11 +472,19 @@ class Round:
         self.findings.counts["migrations"] += int(self.world.router_metric("pdserve_migrations_total") - before)
 
     def _compare(self, way: str, body: Body, actual: Answer, expected: Answer) -> None:
+        if is_refused(actual) and TOO_MANY_CHOICES in actual.choices[0].text and not any(self.plan.towers):
+            self.findings.counts["choices refused by D without a tower"] += 1
+            return
         tolerance = self.args.tolerance or TOLERANCES.get(self.plan.family, TOLERANCE)
         self.findings.compare(way, body, actual, expected, tolerance)
 
-    def _draw(self) -> Body:
-        return new_request(self.rng, self.plan.edges, LONGEST, self.args.max_tokens, self.plan.vocabulary)
+    def _draw(self, rng: random.Random | None = None, chats: RandomChats | None = None) -> Body:
+        rng = rng or self.rng
+        plan = self.plan
+        if not plan.sees:
+            return new_request(rng, plan.edges, LONGEST, self.args.max_tokens, plan.vocabulary)
+        messages = (chats or self._chats).draw(LONGEST)
+        return new_chat(rng, messages, self.args.max_tokens, plan.vocabulary, prompt_logprobs=all(plan.towers))
 
     def _salt(self) -> str:
         """Return a salt: half of the requests find what earlier ones left in prefix caches."""

@@ -15,7 +15,7 @@ from node.load_spans import prefill_attributes
 from node.reading.handoff_executor import HandoffEvent
 from node.streams.stream_writer import StreamWriter
 from pdserve.errors import DeadlineExceeded, PdserveError
-from pdserve.images import Images, first_needed
+from pdserve.images import Images, choices_compute_images, first_needed
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import (
     Cancel,
@@ -74,6 +74,9 @@ class NodeGeneration:
         self._engine = node.engine
         self._uploads = node.images
         self._awaited = images if _computes(message) else ()  # images whose pixels the router sends here
+        block_size = node.config.kv_layout.block_size
+        num_tokens = len(token_ids) // TOKEN_BYTES
+        self._keeps_pixels = choices_compute_images(images, sampling.n, num_tokens, block_size)  # until the end
         self._pixels = NO_CLAIM
         self._writer = writer
         self._on_end = on_end
@@ -194,7 +197,8 @@ class NodeGeneration:
         cached_tokens = 0
         if not self._has_output:
             self._has_output = True
-            self._pixels.release()
+            if not self._keeps_pixels:
+                self._pixels.release()
             cached_tokens = self._prefilled.cached_tokens
             computed = prefill_attributes(self._engine.status.costs, self.num_handoff_tokens - cached_tokens)
             self.trace.on_output(self._prefilled.queued, computed)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError, RequestTooLong
 from pdserve.grammar import check_size
-from pdserve.images import DIGEST_BYTES, ImageInput, ImageMode, Images, ImageSpan
+from pdserve.images import DIGEST_BYTES, ImageInput, ImageMode, Images, ImageSpan, choices_compute_images
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.ranges import ranges_of, within
 from pdserve.rpc.protobuf import count_tokens, images_from_pb
@@ -92,15 +92,11 @@ def check_images(spans: Iterable[pb.ImageSpan], token_ids: bytes, config: NodeCo
 
 
 def check_choices(images: Images, n: int, num_tokens: int, config: NodeConfig) -> None:
-    """Raise RequestError if a choice but the first would have to compute an image on a node that encodes none.
-
-    Choices share the full blocks of a prompt, and compute the tokens behind these again.
-    """
+    """Raise RequestError if a choice but the first would have to compute an image on a node that encodes none."""
     block_size = config.kv_layout.block_size
-    shared = num_tokens // block_size * block_size
-    if n > 1 and config.images is not ImageMode.TOWER and images and images[-1].end > shared:
+    if config.images is not ImageMode.TOWER and choices_compute_images(images, n, num_tokens, block_size):
         raise RequestError(
-            f"n is {n}, and the last {num_tokens - shared} tokens of the prompt, which each choice computes, are "
+            f"n is {n}, and the last {num_tokens % block_size} tokens of the prompt, which each choice computes, are "
             "partly an image; this node encodes none. Ask for one choice, or start decode nodes with --images on",
             "n",
         )

@@ -114,6 +114,15 @@ def first_needed(images: Images, computed: int) -> ImageSpan | None:
     return images[index] if index < len(images) else None
 
 
+def choices_compute_images(images: Images, n: int, num_tokens: int, block_size: int) -> bool:
+    """Return whether choices but the first compute tokens of an image, for which their node needs its pixels.
+
+    Choices share the full blocks of a prompt of ``num_tokens``, and compute the tokens behind these again.
+    """
+    shared = num_tokens // block_size * block_size
+    return n > 1 and bool(images) and images[-1].end > shared
+
+
 def encoding_work(num_pixels: int, accepted: ImageInput, token_cost: float) -> int:
     """Return the work of encoding an image, in tokens of a prompt; ``token_cost``: the work of a token of an image."""
     return ceil(num_pixels // accepted.cell**2 * token_cost)

@@ -220,7 +220,7 @@ class Fleet:
         hands_off = worth and not alone
         if prefix.images:
             self._current_members()
-            views, hands_off = self._images.choose(views, worth=worth, alone=alone)
+            views, hands_off = self._images.choose(views, prefix, message.sampling.n, worth=worth, alone=alone)
         if hands_off:
             request = self._policy_request(prefix)
         else:

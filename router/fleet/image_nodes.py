@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from pdserve.errors import Overloaded, RequestError
-from pdserve.images import ImageInput
+from pdserve.images import ImageInput, choices_compute_images
 from router.fleet.policy import FleetSnapshot, NodeView, Placement
+from router.fleet.prefix_index import PromptPrefix
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,13 @@ class ImageNodes:
                 ", ".join(others),
             )
 
-    def choose(self, views: Sequence[NodeView], *, worth: bool, alone: bool) -> tuple[tuple[NodeView, ...], bool]:
-        """Return the nodes for a prompt with images, and whether a prefill node may compute it.
+    def choose(
+        self, views: Sequence[NodeView], prefix: PromptPrefix, n: int, *, worth: bool, alone: bool
+    ) -> tuple[tuple[NodeView, ...], bool]:
+        """Return the nodes for a prompt with images and ``n`` choices, and whether a prefill node may compute it.
 
-        ``worth``: the prompt may be handed off. ``alone``: if possible, no prefill node takes part.
+        ``worth``: the prompt may be handed off. ``alone``: if possible, no prefill node takes part; nor does any if
+        the decode node needs the pixels itself, for choices that compute an image again.
         Raises Overloaded without such nodes, and RequestError if the prompt may not be handed off but has to be.
         """
         views = [view for view in views if view.model == self._model]
@@ -54,7 +58,9 @@ class ImageNodes:
                 "prompt_logprobs of a prompt with images need a decode node that encodes images; leave them out",
                 "prompt_logprobs",
             )
-        if not worth or (alone and any(view.ready for view in decodes)):
+        length = prefix.num_tokens
+        repeats = any(choices_compute_images(prefix.images, n, length, view.load.block_size) for view in decodes)
+        if not worth or repeats or (alone and any(view.ready for view in decodes)):
             return self._checked(decodes), False
         usable = FleetSnapshot(self._model, tuple(peers)).usable("prefill")
         readers = [

@@ -8,9 +8,13 @@ import fuzz_requests
 import pytest
 
 
+TEXT = ("--kinds", "plain", "window", "latent", "recurrent", "--vocabularies", "4099", "4133")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_answers_are_equal_in_all_situations(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--seed", "2", "--fleet", "0", "--rounds", "1", "--runners", "V1", "--vocabularies", "4099", "4133"]
+@pytest.mark.parametrize("kind", [TEXT, ("--kinds", "images")], ids=["text", "images"])
+def test_answers_are_equal_in_all_situations(kind: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--seed", "2", "--fleet", "0", "--rounds", "1", "--runners", "V1", *kind]
     monkeypatch.setattr(sys, "argv", ["fuzz_requests.py", *flags])
     assert fuzz_requests.main() == 0

@@ -24,13 +24,14 @@ from scripted_node import Conversation, Script
 
 from node.images import uploads
 from pdserve.errors import NodeError, Overloaded, PdserveError, RequestError
-from pdserve.images import ImageInput
+from pdserve.images import ImageInput, ImageSpan
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import unpack_tokens
+from pdserve.rpc.protobuf import pack_tokens, unpack_tokens
 from router.fleet.fleet import Fleet
 from router.fleet.image_nodes import ImageNodes
 from router.fleet.nodes import Nodes
 from router.fleet.policy import POLICIES, NodeView, Placement
+from router.fleet.prefix_index import PromptPrefix
 from router.images import sending
 from router.images.sending import ImageUpload
 from router.metrics import RouterMetrics
@@ -550,6 +551,7 @@ def test_a_full_node_gets_an_image_when_it_has_memory_again(tmp_path: Path, monk
 
 # ------------------------------------------------------------ choice of nodes
 
+FULL_BLOCK = ImageSpan(0, 4, 4, bytes(32))
 OTHER_INPUT = msgspec.structs.replace(INPUT, fingerprint=bytes(32))
 
 
@@ -560,11 +562,14 @@ def view(name: str, role: str, images: ImageInput | None, **fields: Any) -> Node
     )
 
 
-def chosen(*views: NodeView, worth: bool = True, alone: bool = False) -> tuple[dict[str, str], bool]:
-    """Return the roles of the nodes for a prompt with images, and whether P may compute it."""
+def chosen(
+    *views: NodeView, worth: bool = True, alone: bool = False, n: int = 1, span: ImageSpan = FULL_BLOCK
+) -> tuple[dict[str, str], bool]:
+    """Return the roles of the nodes for a prompt of 20 tokens, and whether P may compute it. Blocks have 16 tokens."""
     nodes = ImageNodes(MODEL)
     nodes.update({node.node_id: node.images for node in views if node.images is not None and node.ready})
-    able, hands_off = nodes.choose(views, worth=worth, alone=alone)
+    prefix = PromptPrefix(pack_tokens([1] * 20), b"", (span,))
+    able, hands_off = nodes.choose(views, prefix, n, worth=worth, alone=alone)
     assert all(node.hands_off_all for node in able if node.decodes and node.images != nodes.accepted)
     return {node.node_id: node.role for node in able}, hands_off
 
@@ -592,6 +597,21 @@ def test_prompts_that_must_not_be_handed_off_need_a_decode_node_that_encodes() -
         chosen(p, d, worth=False)
     assert chosen(p, d, seeing, alone=True) == ({"e": "decode"}, False)
     assert chosen(p, d, alone=True) == ({"p": "prefill", "d": "decode"}, True), "no other node can be on trial"
+
+
+def test_choices_that_compute_an_image_need_a_decode_node_that_encodes() -> None:
+    """They share full blocks only. Without such a node, the decode node says so."""
+    p = view("p", "prefill", INPUT)
+    d = view("d", "decode", None)
+    seeing = view("e", "decode", INPUT)
+    handed_off = {"p": "prefill", "e": "decode", "d": "decode"}
+    late = ImageSpan(1, 4, 4, bytes(32))
+    assert chosen(p, d, seeing, n=2) == (handed_off, True)
+    assert chosen(p, d, seeing, span=late) == (handed_off, True)
+    assert chosen(p, d, seeing, n=2, span=late) == ({"e": "decode"}, False)
+    with pytest.raises(Overloaded):
+        chosen(p, d, view("e", "decode", INPUT, ready=False), n=2, span=late)
+    assert chosen(p, d, n=2, span=late) == ({"p": "prefill", "d": "decode"}, True)
 
 
 def test_without_a_ready_node_that_encodes_images_come_503s() -> None:

@@ -1,4 +1,4 @@
-"""Completions as a client received them, streamed or not, and their comparison with an undisturbed fleet's."""
+"""Completions and chats as a client received them, streamed or not; their comparison with an undisturbed fleet's."""
 
 from __future__ import annotations
 
@@ -36,16 +36,29 @@ class ChoiceAnswer:
         """Append a chunk of the choice, or the whole choice."""
         assert not self.finish_reason, "a chunk came after the end of its choice"
         self.token_ids += choice.get("token_ids") or []
-        self.text += choice["text"]
+        message = choice.get("delta") or choice.get("message") or {}  # of a chat
+        self.text += choice["text"] if "text" in choice else message.get("content") or ""
         self.finish_reason = choice["finish_reason"] or ""
         self.stop_reason = choice.get("stop_reason")
-        if logprobs := choice["logprobs"]:
+        logprobs = choice["logprobs"] or {}
+        if "content" in logprobs:
+            self._add_chat_logprobs(logprobs["content"])
+        elif logprobs:
             self.tokens += logprobs["tokens"]
             self.offsets += logprobs["text_offset"]
             self.logprobs += logprobs["token_logprobs"]
             self.best += [sorted((best or {}).values()) for best in logprobs["top_logprobs"] or ()]
-        for position in choice.get("prompt_logprobs") or ():
+        self.add_prompt_logprobs(choice)
+
+    def add_prompt_logprobs(self, fields: dict[str, Any]) -> None:
+        for position in fields.get("prompt_logprobs") or ():
             self.best.append(sorted(candidate["logprob"] for candidate in (position or {}).values()))
+
+    def _add_chat_logprobs(self, content: Sequence[dict[str, Any]]) -> None:
+        for token in content:
+            self.tokens.append(token["token"])
+            self.logprobs.append(token["logprob"])
+            self.best.append(sorted(best["logprob"] for best in token["top_logprobs"]))
 
     def matches(self, other: ChoiceAnswer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
         mine, theirs = (
@@ -80,6 +93,7 @@ class Answer:
     choices: dict[int, ChoiceAnswer] = field(default_factory=dict)
     weights: str = ""  # weight version that the answer names
     prompt_tokens: int = 0
+    image_tokens: int = 0  # prompt tokens of images
     completion_tokens: int = 0
 
     @property
@@ -95,16 +109,22 @@ class Answer:
         self.weights = weights
         for choice in event["choices"]:
             self.choices.setdefault(choice["index"], ChoiceAnswer()).add(choice)
+        if event.get("prompt_logprobs"):  # of a chat
+            self.choices[0].add_prompt_logprobs(event)
         if usage := event.get("usage"):
             self.prompt_tokens = usage["prompt_tokens"]
+            self.image_tokens = usage["prompt_tokens_details"].get("image_tokens", 0)
             self.completion_tokens = usage["completion_tokens"]
 
     def matches(self, other: Answer, tolerance: float = LOGPROB_TOLERANCE) -> bool:
-        """Return whether all choices and both token counts are equal; log-probabilities within ``tolerance``."""
+        """Return whether all choices and token counts are equal; log-probabilities within ``tolerance``."""
+        mine, theirs = (
+            (answer.prompt_tokens, answer.image_tokens, answer.completion_tokens) for answer in (self, other)
+        )
         return (
             self.choices.keys() == other.choices.keys()
             and all(choice.matches(other.choices[index], tolerance) for index, choice in self.choices.items())
-            and (self.prompt_tokens, self.completion_tokens) == (other.prompt_tokens, other.completion_tokens)
+            and mine == theirs
         )
 
 
@@ -140,20 +160,21 @@ async def send_completion(
     disconnect_after: float = float("inf"),
     pauses: Iterable[tuple[int, float]] = (),
 ) -> Answer:
-    """Send a completion request and return its answer. Raises ErrorAnswer.
+    """Send a request and return its answer: a chat if it has messages, else a completion. Raises ErrorAnswer.
 
     The client of a streamed answer disconnects after ``disconnect_after`` tokens. ``pauses`` are numbers of tokens,
     ascending, each with the seconds in which it then reads nothing.
     """
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     remaining = iter(pauses)
     pause_at, seconds = next(remaining, NO_PAUSE)
     answer = Answer()
     if not body.get("stream"):
-        response = await client.post("/v1/completions", json={**body, "return_token_ids": True})
+        response = await client.post(path, json={**body, "return_token_ids": True})
         answer.add(response.json())
         return answer
     body = {**body, "return_token_ids": True, "stream_options": {"include_usage": True}}
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+    async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             answer.add(json.loads(await response.aread()))
         async for line in sse_lines(response):

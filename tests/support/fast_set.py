@@ -36,6 +36,8 @@ NEVER_SLOW = {
     _E2E("disk_kv", "killed_node_finds_the_files_of_both"): "the disk tier",
     _E2E("elastic", "crossing_handoffs_are_exact"): "handoffs between nodes of both roles",
     _E2E("elastic", "streams_move_without_a_change_of_their_tokens"): "moves of streams",
+    _E2E("image_answers", "answers_behind_handoffs_are_the_library_s"): "images behind a handoff",
+    _E2E("image_users", "users_with_images_of_equal_size_get_their_own_answers"): "images of other users",
     _E2E("fault_table", "prefill_node_faults_end_as_the_table_says"): "the fault table",
     _E2E("wedged_nodes", "requests_leave_a_node_whose_step_does_not_end"): "a node that hangs",
     _E2E("draining_fleet", "draining_decode_node_migrates_its_requests"): "a drain under load",

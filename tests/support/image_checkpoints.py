@@ -90,7 +90,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-_VOCABULARY = 512
+VOCABULARY = 512
 _TEXT: dict[str, Any] = {
     "attention_bias": False,
     "dtype": "float32",
@@ -103,7 +103,7 @@ _TEXT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-06,
-    "vocab_size": _VOCABULARY,
+    "vocab_size": VOCABULARY,
 }
 _RECURRENT: dict[str, Any] = {
     "attn_output_gate": True,
@@ -183,6 +183,13 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
         del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def largest_embeddings(kind: str) -> int:
+    """Return the bytes of the embeddings of the largest image: a row per token, and one more per layer of deepstack."""
+    rows = 1 + len(_deepstack(kind))
+    tokens: int = PROCESSOR["size"]["longest_edge"] // CELL**2
+    return tokens * rows * 4 * int(_TEXT["hidden_size"])
 
 
 def add_predictor(directory: Path) -> None:
@@ -269,7 +276,7 @@ class ImageReference:
 
 
 def _config(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str, Any]:
-    vision = {**_VISION, "model_type": kind, "deepstack_visual_indexes": [0, 1, 2] if kind == "qwen3_vl" else []}
+    vision = {**_VISION, "model_type": kind, "deepstack_visual_indexes": _deepstack(kind)}
     tied = text.get("tie_word_embeddings", False)
     return {
         "architectures": [_CLASSES[kind]],
@@ -284,11 +291,15 @@ def _config(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) ->
     }
 
 
+def _deepstack(kind: str) -> list[int]:
+    return [0, 1, 2] if kind == "qwen3_vl" else []
+
+
 def write_tokenizer(path: Path) -> dict[str, int]:
     """Write a byte-level tokenizer with a chat template; return the ids of its special tokens by name."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in VISION_TOKENS])
-    assert tokenizer.get_vocab_size() <= _VOCABULARY
+    assert tokenizer.get_vocab_size() <= VOCABULARY
     write(path, tokenizer, eos_token="<|im_end|>")
     (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     vocabulary: dict[str, int] = tokenizer.get_vocab()

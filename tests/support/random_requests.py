@@ -1,4 +1,4 @@
-"""Random completion requests that use all of the API: lengths at edges, sampling, rules, grammars, log-probabilities.
+"""Random requests that use all of the API: lengths at edges, sampling, rules, grammars, log-probabilities.
 
 A request always has a seed, so its answer depends on nothing but the request.
 """
@@ -55,9 +55,25 @@ def new_request(
 ) -> dict[str, Any]:
     """Return a random body for /v1/completions."""
     two = rng.random() < 0.1
+    prompt = [new_prompt(rng, edges, longest) for _ in range(2)] if two else new_prompt(rng, edges, longest)
+    return {"model": MODEL_NAME, "prompt": prompt, **_fields(rng, max_tokens, vocabulary)}
+
+
+def new_chat(
+    rng: random.Random, messages: list[dict[str, Any]], max_tokens: int, vocabulary: int, *, prompt_logprobs: bool
+) -> dict[str, Any]:
+    """Return a random body for /v1/chat/completions. ``prompt_logprobs``: some bodies request them."""
+    fields = _fields(rng, max_tokens, vocabulary)
+    for name in ("echo", "truncate_prompt_tokens", *(() if prompt_logprobs else ("prompt_logprobs",))):
+        fields.pop(name, None)
+    if "logprobs" in fields:
+        fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
+    return {"model": MODEL_NAME, "messages": messages, **fields}
+
+
+def _fields(rng: random.Random, max_tokens: int, vocabulary: int) -> dict[str, Any]:
+    """Return the fields of a body beside its prompt."""
     body: dict[str, Any] = {
-        "model": MODEL_NAME,
-        "prompt": [new_prompt(rng, edges, longest) for _ in range(2)] if two else new_prompt(rng, edges, longest),
         "max_tokens": rng.choice((1, 2, rng.randint(1, max_tokens), max_tokens)),
         "seed": rng.getrandbits(60),
         "temperature": 0.0,
@@ -110,7 +126,7 @@ def _rules(rng: random.Random, body: dict[str, Any], vocabulary: int) -> dict[st
     if rng.random() < 0.7:
         fields["bad_words"] = rng.sample(WORDS, rng.randint(1, 4))
     if rng.random() < 0.5:
-        ids = rng.sample(range(3, vocabulary), rng.choice((4, 40, 2000)))
+        ids = rng.sample(range(3, vocabulary), min(rng.choice((4, 40, 2000)), vocabulary - 3))
         fields["allowed_token_ids"] = [*ids, vocabulary - 1]
     return fields
 
@@ -122,7 +138,7 @@ def _grammar(rng: random.Random, body: dict[str, Any], vocabulary: int) -> dict[
 def _logprobs(rng: random.Random, body: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"logprobs": rng.choice((0, 1, 5, 20))}
     if rng.random() < 0.2:
-        fields["logprob_token_ids"] = [3, 700, vocabulary - 1]
+        fields["logprob_token_ids"] = [3, min(700, vocabulary - 2), vocabulary - 1]
     if rng.random() < 0.3:
         fields["echo"] = True
     if rng.random() < 0.3 and not body["stream"]:

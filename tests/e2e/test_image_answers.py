@@ -1,0 +1,194 @@
+"""Chats with images through real processes: tokens, log-probabilities and usage are those of the library.
+
+python -m pytest -m slow tests/e2e/test_image_answers.py     other families, and 200 random conversations of each
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from answers import Answer
+from fleet import MODEL_NAME, Fleet, NodeProcess
+from image_chats import LETTERS, Message, RandomChats, data_url, image_part, library_prompt, num_images, random_file
+from image_checkpoints import KINDS, VISION_TOKENS, ImageReference, make_image_checkpoint
+from machine import patience
+
+FLAGS = ("--block-size", "16", "--max-batch-tokens", "48", "--max-num-seqs", "8", "--max-model-len", "4096")
+OUTPUT = 16  # tokens of an answer
+TOLERANCE = 1e-3  # of log-probabilities
+QUICK = "qwen3_vl"
+CONVERSATIONS = 200
+
+pytestmark = pytest.mark.timeout(300)
+
+FAMILIES = [kind if kind == QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+
+
+class Served:
+    """A fleet that serves a random checkpoint, and the library's model of it."""
+
+    def __init__(self, directory: Path, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.reference = ImageReference(directory)
+        fleet.start_router(directory)
+        fleet.wait_ready()
+        if fleet.prefill:
+            fleet.wait_until(lambda: all(self._is_connected(node) for node in fleet.decode), 30.0)
+        tokens = self.reference.tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+        self._vision_tokens = frozenset(tokens)
+
+    def check(self, conversations: Sequence[list[Message]], output: int = OUTPUT, **fields: Any) -> None:
+        """Send conversations at once, and compare the answers."""
+        with ThreadPoolExecutor(len(conversations)) as pool:
+            answers = list(pool.map(lambda messages: self.ask(messages, output, **fields), conversations))
+        for messages, answer in zip(conversations, answers, strict=True):
+            self.compare(messages, answer)
+
+    def ask(self, messages: list[Message], output: int, **fields: Any) -> dict[str, Any]:
+        body = {"model": MODEL_NAME, "messages": messages, "max_tokens": output, "temperature": 0.0, "logprobs": True}
+        body |= {"ignore_eos": True, "return_token_ids": True, **fields}
+        url = f"{self.fleet.url}/v1/chat/completions"
+        response = httpx.post(url, json=body, timeout=patience(120.0), trust_env=False)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def compare(self, messages: list[Message], response: dict[str, Any]) -> None:
+        """Compare the tokens up to one that the library would take for an image."""
+        ids, images = library_prompt(self.reference, messages)
+        answer = Answer()
+        answer.add(response)
+        assert response["prompt_token_ids"] == ids
+        assert answer.prompt_tokens == len(ids)
+        assert answer.image_tokens == ids.count(self.reference.config["image_token_id"])
+        choice = answer.choices[0]
+        tokens = choice.token_ids
+        end = next((at for at, token in enumerate(tokens) if token in self._vision_tokens), len(tokens) - 1)
+        logits = self.reference.logits(ids + tokens[:end], images)[len(ids) - 1 :]
+        assert tokens[: end + 1] == logits.argmax(-1).tolist(), f"a prompt of {len(ids)} tokens, {len(images)} images"
+        best = logits.float().log_softmax(-1).max(-1).values
+        torch.testing.assert_close(torch.tensor(choice.logprobs[: end + 1]), best, atol=TOLERANCE, rtol=0.0)
+        assert choice.text == self.reference.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def migrations(self, reason: str) -> float:
+        lines = httpx.get(f"{self.fleet.url}/metrics", trust_env=False, timeout=patience(5.0)).text.splitlines()
+        series = f'pdserve_migrations_total{{reason="{reason}"'
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(series))
+
+    def _is_connected(self, node: NodeProcess) -> bool:
+        return len(node.describe().connected_peers) == len(self.fleet.prefill)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_image_checkpoint(tmp_path_factory.mktemp("sees") / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def served(directory: Path) -> Iterator[Served]:
+    """Two nodes of each role. Nodes D encode no images."""
+    with Fleet() as fleet:
+        for _ in range(2):
+            fleet.start_prefill(directory, FLAGS)
+        for _ in range(2):
+            fleet.start_decode(directory, (*FLAGS, "--handoff-min-tokens", "0"))
+        yield Served(directory, fleet)
+
+
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> Iterator[Served]:
+    """One node, which encodes images."""
+    with Fleet() as fleet:
+        fleet.start_decode(directory, (*FLAGS, "--images", "on"))
+        yield Served(directory, fleet)
+
+
+def conversations(seed: int, count: int, longest: int = 200) -> list[list[Message]]:
+    chats = RandomChats(random.Random(seed))
+    return [chats.draw(longest) for _ in range(count)]
+
+
+def question(seed: int, num_tokens: int) -> list[Message]:
+    """Return a question with so many tokens of text behind an image, and another image at the end."""
+    rng = random.Random(seed)
+    text = "".join(rng.choices(LETTERS, k=num_tokens))
+    first, last = (image_part(data_url(random_file(rng))) for _ in range(2))
+    return [{"role": "user", "content": [first, {"type": "text", "text": text}, last]}]
+
+
+def test_answers_behind_handoffs_are_the_library_s(served: Served) -> None:
+    chats = conversations(1, 8)
+    assert sum(map(num_images, chats)) > 8
+    for _ in range(2):
+        served.check(chats)  # the second time, all is in the prefix caches
+    fleet = served.fleet
+    assert sum(node.counter("handoffs") for node in fleet.decode) > len(chats)
+    assert sum(node.counter("handoff_failures") for node in fleet.decode) == 0
+    assert sum(node.counter("images_encoded") for node in fleet.decode) == 0
+    assert sum(node.counter("images_encoded") for node in fleet.prefill) > 0
+
+
+def test_answers_of_one_node_are_the_library_s(alone: Served) -> None:
+    chats = conversations(1, 8)
+    for _ in range(2):
+        alone.check(chats)
+    alone.fleet.decode[0].wait_idle()
+
+
+def test_prompt_goes_on_where_its_node_died(served: Served) -> None:
+    """D lacks the pixels. The router sends them to the other prefill node."""
+    fleet = served.fleet
+    messages = question(3, 3000)
+    before = served.migrations("images")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.ask, messages, OUTPUT)
+        node = computing(fleet, fleet.prefill)
+        node.kill()
+        served.compare(messages, answer.result())
+    assert served.migrations("images") > before
+    node.restart()
+
+
+def test_answer_goes_on_where_its_node_died(served: Served) -> None:
+    fleet = served.fleet
+    messages = question(4, 60)
+    before = served.migrations("lost")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.ask, messages, 300)
+        node = computing(fleet, fleet.decode, sampled=20)
+        node.kill()
+        served.compare(messages, answer.result())
+    assert served.migrations("lost") > before
+    node.restart()
+
+
+def computing(fleet: Fleet, nodes: Sequence[NodeProcess], sampled: int = 0) -> NodeProcess:
+    """Wait for the node that runs the only request, until it has sampled so many tokens of it."""
+    before = {node.name: node.counter("sampled_tokens") for node in nodes}
+
+    def is_computing(node: NodeProcess) -> bool:
+        running = node.status().running > 0
+        return running and node.counter("sampled_tokens") >= before[node.name] + sampled
+
+    fleet.wait_until(lambda: any(map(is_computing, nodes)), 30.0)
+    return next(node for node in nodes if node.status().running)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_conversations_are_the_library_s(seed: int, served: Served, alone: Served) -> None:
+    """Each one behind a handoff, and on one node."""
+    chats = conversations(100 + seed, CONVERSATIONS // 2, longest=300)
+    for begin in range(0, len(chats), 8):
+        for where in (served, alone):
+            where.check(chats[begin : begin + 8])
+    for node in (*served.fleet.nodes, *alone.fleet.nodes):
+        node.wait_idle()
