@@ -87,6 +87,7 @@ class _Kind(NamedTuple):
 
 _KINDS: Mapping[str, _Kind] = {
     "qwen3_vl": _Kind((8, 16, 24), (24, 20, 20), 151655),
+    "qwen3_vl_moe": _Kind((8, 16, 24), (24, 20, 20), 151655),
     "qwen3_5": _Kind(None, (11, 11, 10), 248056),
     "qwen3_5_moe": _Kind(None, (11, 11, 10), 248056),
 }

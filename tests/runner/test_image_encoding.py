@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import node_config
-from image_checkpoints import KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
+from image_checkpoints import DEEPSTACK, KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
 from PIL import Image
 from ranks import Case, answers_of_ranks
 from safetensors.torch import load_file, save_file
@@ -89,7 +89,7 @@ class Library:
 
 def make_checkpoint(path: Path, kind: str, seed: int = 2) -> Path:
     """Write a checkpoint that two stages can share. It samples no placeholder: the library takes all for images'."""
-    text: dict[str, Any] = {"num_hidden_layers": 5} if kind == "qwen3_vl" else {}
+    text: dict[str, Any] = {"num_hidden_layers": 5} if kind in DEEPSTACK else {}
     make_image_checkpoint(path, kind, seed=seed, **text)
     tensors = load_file(path / "model.safetensors")
     tensors["lm_head.weight"][json.loads((path / "config.json").read_text())["image_token_id"]] = 0.0
@@ -284,7 +284,7 @@ def test_ranks_have_the_library_s_tokens(library: Library, version: str) -> None
     options: dict[str, Any] = {"images": "on", "max_num_seqs": 4, "max_batch_tokens": 256, "max_model_len": 300}
     options |= {"attention_backend": {"V1": "torch", "V2": "triton"}[version], "runner": version}
     # Deepstack joins three layers of the first stage, and recurrent models need both kinds of layers in each.
-    stage_layers = (4, 1) if library.checkpoint.name == "qwen3_vl" else (2, 2)
+    stage_layers = (4, 1) if library.checkpoint.name in DEEPSTACK else (2, 2)
     splits: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2, "stage_layers": stage_layers}]
     cases = [
         Case(

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from pdserve.images import Images, ImageSpan
 
-KINDS = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")  # kinds whose towers join the first text layers
 PATCH_SIZE = 16
 MERGE_SIZE = 2
 CELL = PATCH_SIZE * MERGE_SIZE  # pixels on a side of a token
@@ -130,6 +131,18 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
         "rope_theta": 5000000,
     },
+    "qwen3_vl_moe": {
+        **_TEXT,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
+        "rope_theta": 5000000,
+    },
     "qwen3_5": {**_TEXT, **_RECURRENT, "model_type": "qwen3_5_text"},
     "qwen3_5_moe": {
         **{name: value for name, value in _TEXT.items() if name != "intermediate_size"},
@@ -157,6 +170,7 @@ _VISION: dict[str, Any] = {
 }
 _CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
@@ -178,11 +192,17 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_drawn(kind, name, parameter, generator))
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: stored_form(kind, name, tensor) for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def stored_form(kind: str, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor as published: Qwen3-VL's fused experts have inputs before outputs."""
+    is_transposed = kind == "qwen3_vl_moe" and ".mlp.experts." in name
+    return (tensor.transpose(1, 2) if is_transposed else tensor).contiguous()
 
 
 def add_predictor(directory: Path) -> None:
@@ -269,7 +289,7 @@ class ImageReference:
 
 
 def _config(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str, Any]:
-    vision = {**_VISION, "model_type": kind, "deepstack_visual_indexes": [0, 1, 2] if kind == "qwen3_vl" else []}
+    vision = {**_VISION, "model_type": kind, "deepstack_visual_indexes": [0, 1, 2] if kind in DEEPSTACK else []}
     tied = text.get("tie_word_embeddings", False)
     return {
         "architectures": [_CLASSES[kind]],
@@ -299,7 +319,7 @@ def _drawn(kind: str, name: str, parameter: Tensor, generator: torch.Generator) 
     noise = torch.randn(parameter.shape, generator=generator)
     if "norm" in name and name.endswith("weight"):
         is_text = ".visual." not in name and "linear_attn" not in name
-        is_centered = kind != "qwen3_vl" and is_text  # the norm scales by 1 + weight
+        is_centered = kind not in DEEPSTACK and is_text  # the norm scales by 1 + weight
         return noise * 0.2 if is_centered else noise * 0.2 + 1.0
     if parameter.dim() == 1:
         return 0.3 * noise
