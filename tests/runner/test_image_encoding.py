@@ -5,7 +5,6 @@ python -m pytest -m slow tests/runner/test_image_encoding.py     V2, in Triton's
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -92,7 +91,7 @@ def make_checkpoint(path: Path, kind: str, seed: int = 2) -> Path:
     text: dict[str, Any] = {"num_hidden_layers": 5} if kind in DEEPSTACK else {}
     make_image_checkpoint(path, kind, seed=seed, **text)
     tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"][json.loads((path / "config.json").read_text())["image_token_id"]] = 0.0
+    tensors["lm_head.weight"][ImageReference(path).image_token_id] = 0.0
     save_file(tensors, path / "model.safetensors")
     return path
 
@@ -237,9 +236,11 @@ def test_a_reloaded_tower_is_that_of_the_checkpoint(library: Library, tmp_path: 
     tensors = load_file(other.checkpoint / "model.safetensors")
     lacking = tmp_path / "lacking"
     shutil.copytree(other.checkpoint, lacking)
-    del tensors["model.visual.merger.linear_fc2.bias"]
+    pixtral = other.reference.is_pixtral
+    name = "model.multi_modal_projector.linear_2.weight" if pixtral else "model.visual.merger.linear_fc2.bias"
+    del tensors[name]
     save_file(tensors, lacking / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks the tensors model\.visual\.merger\.linear_fc2\.bias"):
+    with pytest.raises(CheckpointError, match=f"lacks the tensors {name}"):
         built.change_weights(WeightChange(model_dir=str(lacking)))
     run(stepper, [before], 1000)
     built.change_weights(WeightChange(model_dir=str(other.checkpoint)))

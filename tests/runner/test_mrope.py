@@ -195,10 +195,10 @@ def test_offsets_move_text_behind_an_image() -> None:
     assert inputs.times(torch.tensor([3, 4, 10])).tolist() == [3, 4, 5]
     assert inputs.times_behind(torch.tensor([12, 8, 3]), torch.tensor([2, 0, 3])).tolist() == [7, 8, 0]
     inputs.begin(torch.tensor([[-1, -2], [0, -1], [-2, 0]]), *_rows())
-    assert inputs.by_axis
+    assert inputs.has_images
     assert inputs.positions(torch.tensor([8, 9])).tolist() == [[7, 7], [8, 8], [6, 9]]
     inputs.end()
-    assert not inputs.by_axis
+    assert not inputs.has_images
     assert inputs.positions(torch.tensor([8, 9])).tolist() == [8, 9]
 
 
