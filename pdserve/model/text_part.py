@@ -112,7 +112,7 @@ def take_text_part(fields: ConfigFields, native: bool) -> str:
 
 
 def _defaults(kind: str, text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the library's defaults of a text model, but for a number of experts that its config has by another name."""
+    """Return the library's defaults of a text model, without the number of experts if its config has any name of it."""
     has_experts = any(text.get(name) is not None for name in _EXPERTS)
     return {name: value for name, value in library_defaults(kind).items() if not (has_experts and name in _EXPERTS)}
 

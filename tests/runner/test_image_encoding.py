@@ -154,6 +154,11 @@ def test_conversations_are_the_library_s(library: Library, stepper: Stepper, chu
         run(stepper, [library.conversation(number) for number in range(first, first + 4)], chunk)
 
 
+def test_steps_of_a_token_are_the_library_s(library: Library, stepper: Stepper) -> None:
+    """In some, all tokens of images are text that ends a row."""
+    run(stepper, [library.prompt("see ", random_image(70, 64, seed=6), "!")], 1)
+
+
 def test_an_image_of_two_prompts_is_encoded_once(library: Library, stepper: Stepper) -> None:
     image = random_image(96, 96, seed=1)
     other = random_image(96, 96, seed=2)
