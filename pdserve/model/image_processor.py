@@ -208,7 +208,7 @@ def _read_tokens(model_dir: Path) -> TokenizerTokens:
         return TokenizerTokens.decode(read_file(path, MAX_TOKENIZER))
     except (OSError, ValueError) as exc:
         raise CheckpointError(
-            f"{path} cannot be read ({exc}), which has the tokens that end rows of images; download the checkpoint again"
+            f"{path}, which has the tokens that end rows of images, cannot be read ({exc}); download it again"
         ) from exc
 
 

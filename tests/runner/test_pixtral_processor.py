@@ -157,7 +157,7 @@ def test_files_of_another_model_are_refused_by_name(fields: dict[str, Any], word
 
 def test_a_checkpoint_without_a_tokenizer_has_no_ends_of_rows(changed: Path) -> None:
     (changed / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json, which has the tokens that end rows"):
         processor_of(changed)
 
 

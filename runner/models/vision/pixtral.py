@@ -2,9 +2,9 @@
 
     patches ─► patch_conv, ln_pre ─► layers ─► norm ─► merging_layer ─► linear_1, linear_2 ─► embeddings
 
-The references are PixtralVisionModel (models/pixtral/modeling_pixtral.py) and Mistral3MultiModalProjector of transformers
-(models/mistral3/modeling_mistral3.py). Modules and parameters have the names that they have in checkpoints. The order
-of the patches changes nothing, so those of a token are consecutive, as in other towers.
+The references in transformers are PixtralVisionModel (models/pixtral/modeling_pixtral.py), and for the projector
+Mistral3MultiModalProjector (models/mistral3/modeling_mistral3.py). Modules and parameters have the names that they have
+in checkpoints. The order of the patches changes nothing, so those of a token are consecutive, as in other towers.
 """
 
 from __future__ import annotations
