@@ -24,7 +24,7 @@ from pdserve.errors import CapacityError
 from pdserve.flags import sources as flag_sources
 from pdserve.flags.parser import CommandParser, command_parser
 from pdserve.host.process import run_command
-from pdserve.images import largest_image
+from pdserve.images import most_tokens
 from pdserve.model.generation_defaults import load_generation_defaults
 from pdserve.model.image_processor import token_count
 
@@ -192,7 +192,7 @@ def _describe_images(config: NodeConfig) -> dict[str, Any]:
         "bytes_per_token": config.image_token_bytes,
         "token_cost": config.image_token_cost,
         "tokens_of_1080p": 0 if accepted is None else token_count(accepted, *SCREEN),
-        "largest_image": 0 if accepted is None else largest_image(accepted, config.max_model_len),
+        "largest_image": 0 if accepted is None else most_tokens(accepted, config.max_model_len),
     }
 
 

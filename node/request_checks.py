@@ -111,13 +111,22 @@ def _span_fault(span: ImageSpan, begin: int, ids: NDArray[np.uint32], accepted: 
     if span.end > len(ids):
         return f"ends at token {span.end}; it must end at token {len(ids)} or before"
     height, width = accepted.size(span)
+    if not width:
+        return f"has {span.columns} columns; a row ends with a token of text in this model, so it has at least 2"
+    if max(height, width) > accepted.largest_side:
+        return f"has {height} × {width} pixels; a side has at most {accepted.largest_side} in this model"
     if height * width > accepted.max_pixels:
         return f"has {height} × {width} pixels, more than the {accepted.max_pixels} that this model takes"
-    others = (ids[span.start : span.end] != accepted.token_id).nonzero()[0]
-    if len(others):
-        at = span.start + int(others[0])
-        return f"has token {ids[at]} in its place {at}, not the placeholder {accepted.token_id}"
-    return ""
+    from pdserve.image_tokens import ids_of_image
+
+    expected = ids_of_image(accepted, span.rows, span.columns)
+    others = (ids[span.start : span.end] != expected).nonzero()[0]
+    if not len(others):
+        return ""
+    index = int(others[0])
+    at = span.start + index
+    what = "the placeholder" if expected[index] == accepted.token_id else "the end of a row"
+    return f"has token {ids[at]} in its place {at}, not {what} {expected[index]}"
 
 
 def prepare() -> None:

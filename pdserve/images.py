@@ -3,6 +3,11 @@
     token ids  … 9  [image] [image] [image] [image] [image] [image]  7 …     one placeholder id per token of an image
     span           start=1  rows=2  columns=3  digest=…                       its merged grid and pixels
 
+Some models end each row of an image with a token of text, such as Mistral's [IMG_BREAK]. It belongs to the span, and
+counts as a column; its embedding is the text model's:
+
+    token ids  … 9  [image] [image] [break] [image] [image] [end] 7 …         the same rows and columns
+
 Spans travel beside the token ids from the router to the runner. No part searches a prompt for placeholder ids: text may
 hold them, too. Their positions are in image_positions.py.
 """
@@ -12,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from enum import StrEnum
 from hashlib import sha256
-from math import ceil
+from math import ceil, isqrt
 
 import msgspec
 
@@ -25,11 +30,11 @@ _DIGEST_DOMAIN = b"pdserve image 1\0"
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of an image in a prompt, one per cell of its merged grid, row by row."""
+    """The tokens of an image in a prompt, row by row: one per cell of its merged grid, and those that end rows."""
 
     start: int  # index of its first token in the prompt
     rows: int  # height in pixels / ImageInput.cell
-    columns: int  # width in pixels / ImageInput.cell
+    columns: int  # width in pixels / ImageInput.cell; plus 1 with ImageInput.row_end
     digest: bytes  # image_digest, 32 bytes
 
     @property
@@ -63,20 +68,51 @@ class ImageInput(msgspec.Struct, frozen=True):
     min_pixels: int  # height × width, after resizing
     max_pixels: int
     fingerprint: bytes  # SHA-256 of the image processor's configuration
+    max_side: int = 0  # pixels, before sides are rounded up to tokens; 0: the number of pixels is bounded, not a side
+    row_end: int = 0  # token of text that ends each row but the last; 0: rows have none
+    image_end: int = 0  # token of text that ends the last row, if rows have such tokens
 
     @property
     def cell(self) -> int:
         """Pixels on a side of a token."""
         return self.patch_size * self.merge_size
 
+    @property
+    def largest_side(self) -> int:
+        """Most pixels on a side of a resized image."""
+        return ceil(self.max_side / self.cell) * self.cell if self.max_side else MAX_GRID * self.cell
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of the span of an image of so many pixels, which are multiples of ``cell``."""
+        return height // self.cell, width // self.cell + self._row_ends
+
     def size(self, span: ImageSpan) -> tuple[int, int]:
         """Return height and width in pixels of the image that ``span`` stands for."""
-        return span.rows * self.cell, span.columns * self.cell
+        return span.rows * self.cell, (span.columns - self._row_ends) * self.cell
+
+    def embeddings_before(self, span: ImageSpan, token: int) -> int:
+        """Return how many of the first ``token`` tokens of an image have embeddings of the tower."""
+        return token - token // span.columns * self._row_ends
+
+    def num_embeddings(self, span: ImageSpan) -> int:
+        """Return the tokens of an image whose embeddings are the tower's."""
+        return self.embeddings_before(span, span.num_tokens)
+
+    @property
+    def _row_ends(self) -> int:
+        """Tokens of text in a row."""
+        return 1 if self.row_end else 0
 
 
 def largest_image(accepted: ImageInput, max_model_len: int) -> int:
-    """Return the tokens of the largest image that a prompt can have."""
+    """Return the embeddings of the largest image that a prompt can have."""
     return max(1, min(accepted.max_pixels // accepted.cell**2, max_model_len))
+
+
+def most_tokens(accepted: ImageInput, max_model_len: int) -> int:
+    """Return the tokens of the largest image that a prompt can have; it is a square if rows end with tokens."""
+    embeddings = largest_image(accepted, max_model_len)
+    return min(embeddings + isqrt(embeddings), max_model_len) if accepted.row_end else embeddings
 
 
 def block_extra(images: Images, start: int, end: int) -> bytes:

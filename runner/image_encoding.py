@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.image_positions import rope_delta, rope_offsets
-from pdserve.images import Images
+from pdserve.image_tokens import embedded_tokens
+from pdserve.images import ImageInput, Images
 from pdserve.records import EncodedImage, NewSequence, ScheduledSequence, StepPlan
 from runner.models.vision.embeddings import ImageEmbeddings, ImagePart
 from runner.models.vision.inputs import ImageInputs
-from runner.models.vision.tower import VisionTower
+from runner.models.vision.towers import AnyTower
 from runner.pinned_memory import copied, copied_bytes
 from runner.placement import TensorPlacement
 from runner.step_parts import StepFeature, StepPart
@@ -35,9 +36,9 @@ IMAGE_COPIES = 4  # to the device, in a step: offsets, offsets by axis, rows and
 class _Sequence:
     """The images of a sequence, and the tokens that are computed while some of these are not."""
 
-    def __init__(self, images: Images, num_computed: int) -> None:
+    def __init__(self, images: Images, num_computed: int, by_axis: bool) -> None:
         self.images = images
-        self.delta = rope_delta(images)
+        self.delta = rope_delta(images) if by_axis else 0
         self._num_computed = num_computed
 
     @property
@@ -56,26 +57,31 @@ class _Sequence:
 class _Rows:
     """What images change in the inputs of a step, on the host."""
 
+    accepted: ImageInput
+    by_axis: bool  # positions of images differ by axis; else each token's position is its index
     offsets: NDArray[np.int64]  # [3 (time, height, width), tokens]
     rows: list[NDArray[np.int64]] = field(default_factory=list)  # tokens of the step, by part
     parts: list[ImagePart] = field(default_factory=list)
 
     def add(self, images: Images, start: int, end: int, row: int) -> None:
         """Add a chunk of a prompt: its tokens start … end - 1, which are the rows from ``row`` on."""
-        self.offsets[:, row : row + end - start] = rope_offsets(images, start, end)
+        if self.by_axis:
+            self.offsets[:, row : row + end - start] = rope_offsets(images, start, end)
         for span in images:
-            first = max(start, span.start)
-            last = min(end, span.end)
-            if first < last:
-                self.rows.append(np.arange(first, last) + (row - start))
-                self.parts.append(ImagePart(span.digest, first - span.start, last - span.start))
+            first = max(start, span.start) - span.start
+            last = min(end, span.end) - span.start
+            tokens = embedded_tokens(self.accepted, span, first, last)
+            if len(tokens):
+                begin, behind = (self.accepted.embeddings_before(span, token) for token in (first, last))
+                self.rows.append(tokens + (row + span.start - start))
+                self.parts.append(ImagePart(span.digest, begin, behind))
 
 
 class ImageEncoding(StepFeature[Any]):
     """Works for every runner: it needs the plan alone."""
 
     def __init__(
-        self, config: NodeConfig, inputs: ImageInputs, tower: VisionTower | None, placement: TensorPlacement
+        self, config: NodeConfig, inputs: ImageInputs, tower: AnyTower | None, placement: TensorPlacement
     ) -> None:
         """``tower`` is None on later stages, and on nodes that continue prompts of peers."""
         self._inputs = inputs
@@ -84,6 +90,9 @@ class ImageEncoding(StepFeature[Any]):
         self._has_embedding = config.position.is_first
         capacity = 0 if tower is None else config.image_cache // config.image_token_bytes
         assert config.model.vision is not None
+        assert config.image_input is not None
+        self._accepted = config.image_input
+        self._by_axis = config.model.vision.rope_sections is not None
         self._embeddings = ImageEmbeddings(config.model.vision, capacity, placement)
         self._sequences: dict[int, _Sequence] = {}
         inputs.offsets.zero_()  # a feature before this one, of a trial run, may have left others
@@ -92,7 +101,7 @@ class ImageEncoding(StepFeature[Any]):
 
     def add(self, new: NewSequence) -> None:
         if new.images:
-            self._sequences[new.seq] = _Sequence(new.images, new.num_computed)
+            self._sequences[new.seq] = _Sequence(new.images, new.num_computed, self._by_axis)
             self._written = ()
 
     def remove(self, seq: int) -> None:
@@ -115,7 +124,7 @@ class ImageEncoding(StepFeature[Any]):
         """Count the tokens of a step. Return what images change in its inputs; None if nothing, or as before."""
         if not (self._sequences or self._num_written) or plan.scheduled == self._written:
             return None
-        rows = _Rows(np.zeros((3, plan.num_tokens), np.int64))
+        rows = _Rows(self._accepted, self._by_axis, np.zeros((3, plan.num_tokens), np.int64))
         all_behind = True
         row = 0
         for item in plan.scheduled:
@@ -145,7 +154,7 @@ class ImageEncoding(StepFeature[Any]):
         self._num_written = len(times) if times.any() else 0
         if not rows.parts:
             return
-        axes = copied(rows.offsets, self._device)
+        axes = copied(rows.offsets, self._device) if self._by_axis else None
         if not self._has_embedding:
             self._inputs.begin_positions(axes)
             return

@@ -81,8 +81,9 @@ def _run_image(runner: ModelRunner, config: NodeConfig, accepted: ImageInput) ->
     """Encode the largest image, and compute as many of its tokens as a step holds."""
     tokens = largest_image(accepted, config.max_model_len)
     rows = math.isqrt(tokens)
-    span = ImageSpan(0, rows, tokens // rows, bytes(DIGEST_BYTES))
-    height, width = accepted.size(span)
+    height = rows * accepted.cell
+    width = tokens // rows * accepted.cell
+    span = ImageSpan(0, *accepted.grid(height, width), bytes(DIGEST_BYTES))
     image = EncodedImage(span.digest, height, width, bytes(height * width * PIXEL_BYTES))
     length = min(span.num_tokens, config.max_batch_tokens, config.max_model_len - _more(config))
     new = msgspec.structs.replace(_sequence(runner, config, 0, length), images=(span,))

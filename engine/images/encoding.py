@@ -50,7 +50,7 @@ class EncodingCosts(msgspec.Struct, frozen=True, kw_only=True):
 
     def size(self, span: ImageSpan) -> int:
         """Return the bytes of its embeddings."""
-        return span.num_tokens * self.token_bytes
+        return self.accepted.num_embeddings(span) * self.token_bytes
 
     def work(self, height: int, width: int) -> int:
         """Return the work of encoding an image of these pixels, in tokens of a prompt."""

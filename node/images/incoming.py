@@ -6,7 +6,7 @@ import asyncio
 
 from node.images.pixel_memory import PixelMemory
 from pdserve.errors import RequestError
-from pdserve.images import DIGEST_BYTES, MAX_GRID, PIXEL_BYTES, ImageInput, image_digest
+from pdserve.images import DIGEST_BYTES, PIXEL_BYTES, ImageInput, image_digest
 from pdserve.ipc.messages import MAX_PIXEL_PART
 from pdserve.pb import pdserve_pb2 as pb
 
@@ -65,9 +65,9 @@ def check_header(header: pb.ImageHeader, accepted: ImageInput) -> None:
             f"processor, {accepted.fingerprint.hex()}; serve the same checkpoint on all nodes"
         )
     for name, pixels in (("height", header.height), ("width", header.width)):
-        if not pixels or pixels % accepted.cell or pixels > MAX_GRID * accepted.cell:
+        if not pixels or pixels % accepted.cell or pixels > accepted.largest_side:
             raise RequestError(
-                f"{name} {pixels} is not a multiple of {accepted.cell} pixels, up to {MAX_GRID * accepted.cell}"
+                f"{name} {pixels} is not a multiple of {accepted.cell} pixels, up to {accepted.largest_side}"
             )
     if header.height * header.width > accepted.max_pixels:
         raise RequestError(

@@ -65,6 +65,7 @@ LARGEST: Mapping[str, int] = {
     "num_position_embeddings": 1 << 20,
     "out_hidden_size": 1 << 17,
     "image_token_id": 1 << 21,
+    "image_token_index": 1 << 21,
     "min_pixels": 1 << 26,
     "max_pixels": 1 << 26,
     "shortest_edge": 1 << 26,

@@ -3,28 +3,34 @@
     router  an image of any size and mode ─► RGB ─► smart_size, bicubic ─► uint8 [height, width, 3]
     node    (pixel · rescale_factor - mean) / std ─► patches
 
-transformers computes the same by Qwen2VLImageProcessorPil (models/qwen2_vl/image_processing_pil_qwen2_vl.py).
+transformers computes the same by Qwen2VLImageProcessorPil (models/qwen2_vl/image_processing_pil_qwen2_vl.py), and for
+Mistral 3 by PixtralImageProcessorPil (models/pixtral/image_processing_pil_pixtral.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pdserve.errors import RequestError, shown
+from pdserve.checkpoint.files import MAX_TOKENIZER, read_file
+from pdserve.errors import CheckpointError, RequestError, shown
 from pdserve.images import MAX_GRID, ImageInput
 from pdserve.model.config_fields import REMEDY, ConfigFields
-from pdserve.model.vision import CHANNELS, VisionConfig
+from pdserve.model.towers.pixtral import PixtralVision
+from pdserve.model.towers.vision_config import CHANNELS, VisionConfig
+from pdserve.tokenizer_tokens import TokenizerTokens
 
 FILE = "preprocessor_config.json"
 NESTED = "processor_config.json"  # may have these fields below "image_processor" (transformers 5); then they count
 MAX_ASPECT = 200  # longer side / shorter side, as in the library
 
 _KINDS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+_PIXTRAL_KINDS = ("PixtralImageProcessor", "PixtralImageProcessorFast", "PixtralImageProcessorPil")
 _BICUBIC = 3  # Pillow's number
 #: Steps that are built in, by their values here.
 _STEPS = {
@@ -33,13 +39,16 @@ _STEPS = {
     "do_normalize": True,
     "do_convert_rgb": True,
     "do_center_crop": False,
-    "do_pad": False,
     "resample": _BICUBIC,
 }
+_NO_PADDING = {"do_pad": False}  # Pixtral's images are padded to those beside them, and cut again
 _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # the library's, in pixels
 _MEAN = (0.48145466, 0.4578275, 0.40821073)  # the library's: OpenAI's CLIP
 _STD = (0.26862954, 0.26130258, 0.27577711)
 _RESCALE = 1 / 255
+_PIXTRAL_SIDE = 1024  # the library's
+_MAX_PIXTRAL_SIDE = 1 << 13  # pixels
+_TOKENIZER = "tokenizer.json"
 
 
 class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +57,9 @@ class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
     temporal_patch_size: int
     min_pixels: int  # height × width, after resizing
     max_pixels: int
+    max_side: int = 0  # pixels, in a fitted size; 0: smart_size is bounded by the number of pixels
+    row_end: int = 0  # ids of ImageInput
+    image_end: int = 0
     rescale_factor: float
     mean: tuple[float, float, float]  # red, green, blue, after rescaling
     std: tuple[float, float, float]
@@ -66,6 +78,9 @@ class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
             min_pixels=self.min_pixels,
             max_pixels=self.max_pixels,
             fingerprint=self.fingerprint,
+            max_side=self.max_side,
+            row_end=self.row_end,
+            image_end=self.image_end,
         )
 
 
@@ -74,6 +89,8 @@ def smart_size(bounds: ImageInput, height: int, width: int) -> tuple[int, int]:
 
     Raises RequestError for an image whose sides differ too much.
     """
+    if bounds.max_side:
+        return _fitted_size(bounds, height, width)
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise RequestError(
             f"the image has {width} × {height} pixels; one side may be at most {MAX_ASPECT} times as long as the other "
@@ -98,10 +115,23 @@ def smart_size(bounds: ImageInput, height: int, width: int) -> tuple[int, int]:
     return rows * cell, columns * cell
 
 
+def _fitted_size(bounds: ImageInput, height: int, width: int) -> tuple[int, int]:
+    """Return the sides of an image that fits into a square, rounded up to multiples of a token's side."""
+    ratio = max(height / bounds.max_side, width / bounds.max_side)
+    sides = (height, width) if ratio <= 1 else (math.floor(height / ratio), math.floor(width / ratio))
+    if not min(sides):
+        raise RequestError(
+            f"the image has {width} × {height} pixels; one side may be at most {bounds.max_side} times as long as the "
+            "other one. Crop it"
+        )
+    rows, columns = (math.ceil(side / bounds.cell) for side in sides)
+    return rows * bounds.cell, columns * bounds.cell
+
+
 def token_count(bounds: ImageInput, height: int, width: int) -> int:
     """Return the tokens of an image of any size. Raises RequestError."""
-    resized_height, resized_width = smart_size(bounds, height, width)
-    return resized_height * resized_width // bounds.cell**2
+    rows, columns = bounds.grid(*smart_size(bounds, height, width))
+    return rows * columns
 
 
 def read_image_processor(model_dir: Path, vision: VisionConfig) -> ImageProcessor | None:
@@ -109,12 +139,9 @@ def read_image_processor(model_dir: Path, vision: VisionConfig) -> ImageProcesso
     fields = _find_fields(model_dir)
     if fields is None:
         return None
-    kind = fields.get("image_processor_type")
-    if kind is not None:
-        fields.choice("image_processor_type", kind, _KINDS)
-    for name, value in _STEPS.items():
-        if fields.get(name, value) != value:
-            raise fields.error(f"has {name} = {shown(fields.get(name))}; supported is {value}. {REMEDY}")
+    if isinstance(vision, PixtralVision):
+        return _read_pixtral(model_dir, fields, vision)
+    _check_steps(fields, _KINDS, {**_STEPS, **_NO_PADDING})
     size = fields.part("size")
     shortest = size.integer("shortest_edge", _SIZE["shortest_edge"])
     longest = size.integer("longest_edge", _SIZE["longest_edge"])
@@ -130,6 +157,67 @@ def read_image_processor(model_dir: Path, vision: VisionConfig) -> ImageProcesso
     )
     _check(fields, processor, vision)
     return processor
+
+
+def _read_pixtral(model_dir: Path, fields: ConfigFields, vision: PixtralVision) -> ImageProcessor:
+    """Read Pixtral's processor: its sizes are the tower's, and its tokens those of the tokenizer."""
+    _check_steps(fields, _PIXTRAL_KINDS, _STEPS)
+    whole = ConfigFields(model_dir / NESTED) if (model_dir / NESTED).exists() else fields
+    for name, size in (("patch_size", vision.patch_size), ("spatial_merge_size", vision.merge_size)):
+        given = whole.given(name)
+        if given is not None and given not in (size, {"height": size, "width": size}):
+            raise whole.error(
+                f"has {name} = {shown(given)}, but the tower in config.json has {size}; the two belong to different "
+                "models"
+            )
+    side = fields.part("size").integer("longest_edge", _PIXTRAL_SIDE)
+    cell = vision.patch_size * vision.merge_size
+    if not cell <= side <= _MAX_PIXTRAL_SIDE:
+        raise fields.error(
+            f"asks for sides of at most {side} pixels; it must be a number from {cell} to {_MAX_PIXTRAL_SIDE}. {REMEDY}"
+        )
+    tokens = _read_tokens(model_dir)
+    return ImageProcessor(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=cell**2,
+        max_pixels=(math.ceil(side / cell) * cell) ** 2,
+        max_side=side,
+        row_end=_token_id(whole, tokens, "image_break_token", "[IMG_BREAK]"),
+        image_end=_token_id(whole, tokens, "image_end_token", "[IMG_END]"),
+        rescale_factor=fields.number("rescale_factor", _RESCALE, 1e-6, 1e3),
+        mean=_channels(fields, "image_mean", _MEAN, least=-1e3),
+        std=_channels(fields, "image_std", _STD, least=1e-6),
+    )
+
+
+def _check_steps(fields: ConfigFields, kinds: tuple[str, ...], steps: Mapping[str, Any]) -> None:
+    """Compare the kind of a processor and its steps with those that are built in."""
+    kind = fields.get("image_processor_type")
+    if kind is not None:
+        fields.choice("image_processor_type", kind, kinds)
+    for name, value in steps.items():
+        if fields.get(name, value) != value:
+            raise fields.error(f"has {name} = {shown(fields.get(name))}; supported is {value}. {REMEDY}")
+
+
+def _read_tokens(model_dir: Path) -> TokenizerTokens:
+    path = model_dir / _TOKENIZER
+    try:
+        return TokenizerTokens.decode(read_file(path, MAX_TOKENIZER))
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(
+            f"{path}, which has the tokens that end rows of images, cannot be read ({exc}); download it again"
+        ) from exc
+
+
+def _token_id(fields: ConfigFields, tokens: TokenizerTokens, name: str, default: str) -> int:
+    text = str(fields.get(name, default))
+    token_id = tokens.find(text)
+    if not token_id:  # 0 stands for no token
+        raise fields.error(f"has {name} = {shown(text)}, which is no token of {_TOKENIZER}. {REMEDY}")
+    return token_id
 
 
 def _find_fields(model_dir: Path) -> ConfigFields | None:

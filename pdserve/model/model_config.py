@@ -43,7 +43,7 @@ from pdserve.model.rope import RopeConfig, read_rope
 from pdserve.model.text_part import take_text_part, text_headers
 from pdserve.model.unread_fields import check_unread, unread_names
 from pdserve.model.unserved_kinds import check_kind
-from pdserve.model.vision import VisionConfig, read_vision
+from pdserve.model.vision import AnyVision, read_vision
 
 NATIVE = "native"
 TRANSFORMERS = "transformers"
@@ -90,7 +90,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_nextn_layers: int = 0  # layers behind the last that predict further tokens
     num_draft_layers: int = 0  # draft layers that are loaded: the first next-token layers, or a draft head
     draft_head: Eagle3Config | None = None  # EAGLE-3 head in a separate checkpoint; None: no head
-    vision: VisionConfig | None = None  # native tower of the multimodal checkpoint; None: none that can be used
+    vision: AnyVision | None = None  # native tower of the multimodal checkpoint; None: none that can be used
     multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
@@ -268,7 +268,7 @@ def _key_value_heads(fields: ConfigFields, num_heads: int, latent: LatentConfig 
     return num_kv_heads, head_dim
 
 
-def _usable_vision(fields: ConfigFields) -> VisionConfig | None:
+def _usable_vision(fields: ConfigFields) -> AnyVision | None:
     """Return the tower of a whole multimodal config; None if it has no native one, or one that cannot be used."""
     try:
         return read_vision(fields)

@@ -32,6 +32,7 @@ MULTIMODAL: Mapping[str, str] = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
 #: Model type and architecture of native families, by the kind of a text model.
 _NATIVE: Mapping[str, tuple[str, str]] = {
@@ -42,7 +43,13 @@ _NATIVE: Mapping[str, tuple[str, str]] = {
     "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
+#: Fields that the library's layers do not read, by the values that they compute with.
+_BUILT_IN: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_EXPERTS = ("num_experts", "num_local_experts")  # names of one field
+#: Multimodal architectures whose checkpoints store fused experts with inputs before outputs.
+TRANSPOSED_EXPERTS = frozenset({"Qwen3VLMoeForConditionalGeneration"})
 _WHOLE = "ForConditionalGeneration"  # the end of the architecture of a multimodal model
 _ROPE = ("rope_parameters", "rope_scaling")
 _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # sections of image positions; text has a single position
@@ -89,8 +96,9 @@ def take_text_part(fields: ConfigFields, native: bool) -> str:
         model_type, architecture = _NATIVE[kind_of_text]
         architectures = [architecture]
     fields.values = {
-        **library_defaults(kind_of_text),
+        **_defaults(kind_of_text, text),
         **text,
+        **_BUILT_IN.get(kind_of_text, {}),
         **of_whole,
         "architectures": architectures,
         "dtype": dtype,
@@ -101,6 +109,12 @@ def take_text_part(fields: ConfigFields, native: bool) -> str:
         if isinstance(fields.values.get(name), dict):
             fields.values[name] = _text_rope(fields.values[name])
     return str(names[0])
+
+
+def _defaults(kind: str, text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the library's defaults of a text model, without the number of experts if its config has any name of it."""
+    has_experts = any(text.get(name) is not None for name in _EXPERTS)
+    return {name: value for name, value in library_defaults(kind).items() if not (has_experts and name in _EXPERTS)}
 
 
 def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:

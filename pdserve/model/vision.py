@@ -1,5 +1,7 @@
 """The vision tower of a multimodal checkpoint as config.json describes it: Qwen3-VL, and Qwen3.5 with its successors.
 
+Mistral's tower is in towers/pixtral.py.
+
     config.json   {"model_type": "qwen3_vl", "image_token_id": …, "text_config": {…}, "vision_config": {"depth": 27, …}}
 
 transformers reads them in models/qwen3_vl and models/qwen3_5.
@@ -10,50 +12,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 from math import isqrt
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any, ClassVar, NamedTuple
 
 from pdserve.errors import shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.from_transformers.library_configs import library_defaults
 from pdserve.model.text_part import text_kind
+from pdserve.model.towers.pixtral import MISTRAL3, PixtralVision, read_pixtral
+from pdserve.model.towers.vision_config import (
+    ACTIVATIONS,
+    THETA,
+    VisionConfig,
+    check_image_token,
+    check_tower,
+)
 
-ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
-CHANNELS = 3  # red, green, blue
 
+class QwenVision(VisionConfig, frozen=True, kw_only=True, tag="qwen"):
+    """The tower of Qwen3-VL, and of Qwen3.5 with its successors."""
 
-class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A vision transformer, which attends to the patches of one image, and merges merge_size² patches into a token."""
+    tensors: ClassVar[tuple[str, ...]] = ("visual.",)
 
-    depth: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    patch_size: int  # pixels
-    merge_size: int  # patches on a side of a token
-    temporal_patch_size: int  # frames of a patch; an image is a video whose frames are equal
     num_positions: int  # learned positions, a square
-    out_hidden_size: int  # hidden size of the text model
-    deepstack: tuple[int, ...]  # layers of the tower whose merged outputs join those of text layers 0, 1 …
-    activation: str  # in the MLPs, one of ACTIVATIONS
-    rope_theta: float  # in the tower
-    rope_sections: tuple[int, int, int]  # rotated pairs of the text model that take time, height and width
-    image_token_id: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def patch_values(self) -> int:
-        """Values of a patch: channels, frames, height, width."""
-        return CHANNELS * self.temporal_patch_size * self.patch_size**2
-
-    @property
-    def merged_size(self) -> int:
-        """Values of the patches that become a token."""
-        return self.hidden_size * self.merge_size**2
 
     @property
     def num_weights(self) -> int:
@@ -70,11 +50,13 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         Each weight takes two per row that it is applied to. Attention takes four per pair of patches and value.
         """
-        hidden = self.hidden_size
-        layer = 2 * (4 * hidden * hidden + 2 * hidden * self.intermediate_size) + 4 * patches * hidden
-        patch = self.depth * layer + 2 * self.patch_values * hidden
+        layer = self.attention_flops(patches) + 2 * 2 * self.hidden_size * self.intermediate_size
+        patch = self.depth * layer + 2 * self.patch_values * self.hidden_size
         merger = 2 * self.merged_size * (self.merged_size + self.out_hidden_size)
         return self.merge_size**2 * patch + (1 + len(self.deepstack)) * merger
+
+
+AnyVision = QwenVision | PixtralVision
 
 
 class _Kind(NamedTuple):
@@ -87,25 +69,31 @@ class _Kind(NamedTuple):
 
 _KINDS: Mapping[str, _Kind] = {
     "qwen3_vl": _Kind((8, 16, 24), (24, 20, 20), 151655),
+    "qwen3_vl_moe": _Kind((8, 16, 24), (24, 20, 20), 151655),
     "qwen3_5": _Kind(None, (11, 11, 10), 248056),
     "qwen3_5_moe": _Kind(None, (11, 11, 10), 248056),
 }
-_THETA = 10_000.0
 _MOST_SECTIONS = 4096
 
 
-def read_vision(fields: ConfigFields) -> VisionConfig | None:
+def read_vision(fields: ConfigFields) -> AnyVision | None:
     """Read the tower of a whole multimodal config; None if its kind has no native one.
 
     Raises CheckpointError for a tower that cannot be used; the text model can be served nevertheless.
     """
-    kind = _KINDS.get(str(fields.get("model_type")))
-    if kind is None or not isinstance(fields.get("vision_config"), dict) or not fields.get("text_config"):
+    model_type = str(fields.get("model_type"))
+    kind = _KINDS.get(model_type)
+    has_tower = kind is not None or model_type == MISTRAL3
+    if not has_tower or not isinstance(fields.get("vision_config"), dict) or not fields.get("text_config"):
         return None
-    part = fields.part("vision_config")
     text = fields.part("text_config")
     text.defaults = library_defaults(text_kind(fields.values))
-    vision = VisionConfig(
+    return read_pixtral(fields, text) if kind is None else _read_qwen(fields, text, kind)
+
+
+def _read_qwen(fields: ConfigFields, text: ConfigFields, kind: _Kind) -> QwenVision:
+    part = fields.part("vision_config")
+    vision = QwenVision(
         depth=part.integer("depth", 27),
         hidden_size=part.integer("hidden_size", 1152),
         intermediate_size=part.integer("intermediate_size", 4304),
@@ -117,27 +105,17 @@ def read_vision(fields: ConfigFields) -> VisionConfig | None:
         out_hidden_size=part.integer("out_hidden_size", 3584),
         deepstack=() if kind.deepstack is None else _layers(part, kind.deepstack),
         activation=part.choice("hidden_act", part.get("hidden_act", ACTIVATIONS[0]), ACTIVATIONS),
-        rope_theta=part.part("rope_parameters").number("rope_theta", _THETA, 2, 1e15),
+        rope_theta=part.part("rope_parameters").number("rope_theta", THETA, 2, 1e15),
         rope_sections=_sections(text, kind.rope_sections),
         image_token_id=fields.integer("image_token_id", kind.image_token_id, least=0),
     )
     _check(part, text, vision)
-    vocab_size = text.integer("vocab_size", vision.image_token_id + 1)
-    if vision.image_token_id >= vocab_size:
-        raise fields.error(
-            f"has image_token_id = {vision.image_token_id}, but a vocabulary of {vocab_size} tokens. {REMEDY}"
-        )
+    check_image_token(fields, text, "image_token_id", vision.image_token_id)
     return vision
 
 
-def _check(part: ConfigFields, text: ConfigFields, vision: VisionConfig) -> None:
-    if part.get("in_channels", CHANNELS) != CHANNELS:
-        raise part.error(f"has in_channels = {shown(part.get('in_channels'))}; supported is {CHANNELS}. {REMEDY}")
-    if vision.hidden_size % (4 * vision.num_heads):
-        raise part.error(
-            f"has hidden_size {vision.hidden_size} and {vision.num_heads} heads; the size of a head must be a multiple "
-            f"of 4. {REMEDY}"
-        )
+def _check(part: ConfigFields, text: ConfigFields, vision: QwenVision) -> None:
+    check_tower(part, vision, "in_channels")
     if isqrt(vision.num_positions) ** 2 != vision.num_positions:
         raise part.error(
             f"has num_position_embeddings = {vision.num_positions}; it must be the square of a whole number. {REMEDY}"

@@ -221,6 +221,9 @@ class ImageInput(_message.Message):
     MIN_PIXELS_FIELD_NUMBER: _builtins.int
     MAX_PIXELS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MAX_SIDE_FIELD_NUMBER: _builtins.int
+    ROW_END_FIELD_NUMBER: _builtins.int
+    IMAGE_END_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """placeholder of each token of an image"""
     patch_size: _builtins.int
@@ -232,6 +235,12 @@ class ImageInput(_message.Message):
     max_pixels: _builtins.int
     fingerprint: _builtins.bytes
     """SHA-256 of the image processor's configuration"""
+    max_side: _builtins.int
+    """pixels, before sides are rounded up to tokens; 0: pixels are bounded, not sides"""
+    row_end: _builtins.int
+    """token of text that ends each row but the last; 0: rows have none"""
+    image_end: _builtins.int
+    """token of text that ends the last row, if rows have such tokens"""
     def __init__(
         self,
         *,
@@ -241,10 +250,13 @@ class ImageInput(_message.Message):
         min_pixels: _builtins.int = ...,
         max_pixels: _builtins.int = ...,
         fingerprint: _builtins.bytes = ...,
+        max_side: _builtins.int = ...,
+        row_end: _builtins.int = ...,
+        image_end: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_pixels", b"max_pixels", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "image_end", b"image_end", "max_pixels", b"max_pixels", "max_side", b"max_side", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "row_end", b"row_end", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -928,6 +940,7 @@ class ImageSpan(_message.Message):
     """index of its first token"""
     rows: _builtins.int
     columns: _builtins.int
+    """with the token that ends a row, if rows have such tokens"""
     digest: _builtins.bytes
     """32 bytes: image_digest in pdserve/images.py"""
     def __init__(

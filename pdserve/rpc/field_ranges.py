@@ -71,7 +71,8 @@ RANGES: Mapping[str, Fields] = {
     },
     "Pooling": {"size": Range(1, 2**24)},
     "ImageInput": {
-        "token_id": ANY,
+        **_each(ANY, "token_id row_end image_end"),
+        "max_side": Range(0, 1 << 16),
         **_each(Range(1, 1024), "patch_size merge_size"),
         **_each(_PIXELS, "min_pixels max_pixels"),
     },

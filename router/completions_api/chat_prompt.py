@@ -46,7 +46,7 @@ async def read_chat(body: ChatBody, model: ServedModel) -> ChatPrompt:
             "router has not; start the router with the directory of the model that the nodes have"
         )
     pictures = tuple(await model.images.load(chat.sources, accepted))
-    token_ids, spans = expand(prompt.token_ids, accepted.token_id, pictures)
+    token_ids, spans = expand(prompt.token_ids, accepted, pictures)
     return ChatPrompt(Prompt(token_ids, prompt.text, images=spans), pictures, chat.warnings)
 
 

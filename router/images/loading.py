@@ -28,8 +28,7 @@ class LoadedImage:
         self.digest = digest  # image_digest, 32 bytes
         self.height = height  # pixels, resized
         self.width = width
-        self.rows = height // accepted.cell  # tokens
-        self.columns = width // accepted.cell
+        self.rows, self.columns = accepted.grid(height, width)  # tokens
         self.fingerprint = accepted.fingerprint
         self.pixels = pixels  # uint8 [height * width * 3], RGB
         self._turns: dict[str, asyncio.Lock] = {}

@@ -4,6 +4,8 @@
     token ids  … 3 [image] 4 8 9         one id per image
     expanded   … 3 [image] [image] [image] [image] [image] [image] 4 8 9        rows × columns ids, and an ImageSpan
 
+In models whose rows end with tokens of text, the expanded ids have these, too.
+
 Only a template writes placeholders: the text of a client that looks like one stays text (router/text/image_marks.py).
 """
 
@@ -15,7 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from pdserve.errors import RequestError
-from pdserve.images import Images, ImageSpan
+from pdserve.image_tokens import ids_of_image
+from pdserve.images import ImageInput, Images, ImageSpan
 
 
 class Grid(Protocol):
@@ -31,13 +34,13 @@ class Grid(Protocol):
     def columns(self) -> int: ...
 
 
-def expand(token_ids: bytes, token_id: int, images: Sequence[Grid]) -> tuple[bytes, Images]:
-    """Replace the placeholder of each image by one per token. ``token_ids`` are packed, as are those returned.
+def expand(token_ids: bytes, accepted: ImageInput, images: Sequence[Grid]) -> tuple[bytes, Images]:
+    """Replace the placeholder of each image by its tokens. ``token_ids`` are packed, as are those returned.
 
     Raises RequestError if the placeholders are not as many as the images, or if no text follows the last one.
     """
     ids = np.frombuffer(token_ids, "<u4")
-    places = (ids == token_id).nonzero()[0]
+    places = (ids == accepted.token_id).nonzero()[0]
     if len(places) != len(images):
         raise RequestError(
             f"the conversation has {len(images)} images, and the model's chat template shows {len(places)}; send them "
@@ -55,4 +58,8 @@ def expand(token_ids: bytes, token_id: int, images: Sequence[Grid]) -> tuple[byt
         ImageSpan(start=int(start), rows=image.rows, columns=image.columns, digest=image.digest)
         for start, image in zip(starts, images, strict=True)
     )
-    return np.repeat(ids, counts).tobytes(), spans
+    expanded = np.repeat(ids, counts)
+    if accepted.row_end:
+        for span in spans:
+            expanded[span.start : span.end] = ids_of_image(accepted, span.rows, span.columns)
+    return expanded.tobytes(), spans

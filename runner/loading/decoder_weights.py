@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pdserve.model.text_part import TRANSPOSED_EXPERTS
 from runner.loading.fused_experts import split_experts
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.stored_weights import StoredWeights
@@ -62,7 +63,8 @@ class DecoderWeights(ModelWeights):
         Raises CheckpointError unless all are there, and no others.
         """
         shards = dict(self.shards())
-        tensors = split_experts(weights, shards, self._decoder.checkpoint_name)
+        transposed = self._decoder.config.multimodal in TRANSPOSED_EXPERTS
+        tensors = split_experts(weights, shards, self._decoder.checkpoint_name, transposed)
         return tensors, check_weights(model_dir, tensors, shards, self._ignored(tensors))
 
     def _ignored(self, stored: Iterable[str]) -> set[str]:

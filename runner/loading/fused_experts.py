@@ -2,6 +2,8 @@
 
 mlp.experts.gate_up_proj  [experts, 2 * size, hidden]  →  mlp.experts.0.gate_proj.weight [size, hidden], …
 mlp.experts.down_proj     [experts, hidden, size]      →  mlp.experts.0.down_proj.weight [hidden, size], …
+
+Checkpoints of some architectures have the last two dimensions the other way round (TRANSPOSED_EXPERTS).
 """
 
 from __future__ import annotations
@@ -42,13 +44,40 @@ class ExpertSlice:
         return self._fused[(self._expert, slice(self._first + begin, self._first + end), *columns)]
 
 
+class TransposedExpertSlice:
+    """Columns of one expert in a fused tensor, as rows. It is no range of the stored tensor, so it has no origin."""
+
+    def __init__(self, fused: Any, expert: int, first: int, shape: tuple[int, int]) -> None:
+        self.transposed: str = fused.origin[0]  # the stored tensor
+        self._fused = fused
+        self._expert = expert
+        self._first = first
+        self._shape = shape
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        dtype: str = self._fused.get_dtype()
+        return dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Any:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        begin, end, _ = rows.indices(self._shape[0])
+        stored = columns[0] if columns else slice(None)
+        return self._fused[(self._expert, stored, slice(self._first + begin, self._first + end))].transpose(0, 1)
+
+
 def split_experts(
-    weights: Mapping[str, Any], model_names: Collection[str], checkpoint_name: Callable[[str], str]
+    weights: Mapping[str, Any],
+    model_names: Collection[str],
+    checkpoint_name: Callable[[str], str],
+    transposed: bool = False,
 ) -> Mapping[str, Any]:
     """Return the weights with a name per expert, if they are fused and the model does not ask for fused ones.
 
     ``model_names`` are the names that the model asks for. Tensors beside fused experts have Llama's names, whatever the
-    family's are; ``checkpoint_name`` translates them.
+    family's are; ``checkpoint_name`` translates them. ``transposed``: inputs come before outputs in fused tensors.
     """
     if not any(name.endswith((_GATE_UP, _DOWN)) and name not in model_names for name in weights):
         return weights
@@ -61,10 +90,11 @@ def split_experts(
         stem, _, kind = name.rpartition(".")
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
         experts = shape[0]
-        rows = shape[1] // len(parts)
-        columns = shape[2]
+        outputs, columns = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
+        rows = outputs // len(parts)
+        expert_slice = TransposedExpertSlice if transposed else ExpertSlice
         for expert in range(experts):
             for index, part in enumerate(parts):
                 full_name = checkpoint_name(f"{stem}.{expert}.{part}.weight")
-                tensors[full_name] = ExpertSlice(weight, expert, index * rows, (rows, columns))
+                tensors[full_name] = expert_slice(weight, expert, index * rows, (rows, columns))
     return tensors

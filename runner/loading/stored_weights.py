@@ -32,9 +32,10 @@ class StoredWeights:
         """``tensors`` are in the files; the model's weights are read from the slices ``sources``."""
         parts: dict[str, list[WeightPart]] = {}
         for weight, source in sources.items():
-            origin = getattr(source, "origin", None)  # quantized weights have none
+            origin = getattr(source, "origin", None)  # quantized and transposed weights have none
             if origin is not None and tensors[origin[0]].dtype in STORED_DTYPES:
                 parts.setdefault(origin[0], []).append(WeightPart(weight, origin[1]))
+        self._transposed = {source.transposed for source in sources.values() if hasattr(source, "transposed")}
         self._names: Collection[str] = tensors.keys() | sources.keys()
         self._weights = {
             name: StoredWeight(tensors[name].dtype, tensors[name].shape, tuple(tensor_parts))
@@ -45,6 +46,11 @@ class StoredWeights:
         """Return an unquantized tensor. Raises CheckpointError that says why there is none."""
         if name in self._weights:
             return self._weights[name]
+        if name in self._transposed:
+            raise CheckpointError(
+                f"tensor {shown(name)} is stored transposed, and patches change ranges of a tensor as they are in "
+                "memory. Reload a checkpoint to change it"
+            )
         if name in self._names:
             kinds = ", ".join(STORED_DTYPES)
             raise CheckpointError(

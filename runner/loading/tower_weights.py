@@ -1,4 +1,7 @@
-"""The weights of a vision tower: model.visual.*, or visual.* as the first releases named them."""
+"""The weights of a vision tower: model.visual.*, or visual.* as the first releases named them.
+
+Pixtral's are model.vision_tower.* and model.multi_modal_projector.*, also without "model.".
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,24 @@ from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.weights import check_weights, fill_random, fill_shard
 from runner.models.layers.weight_shard import WeightShard
-from runner.models.vision.tower import VisionTower
+from runner.models.vision.towers import AnyTower, make_tower
 from runner.placement import TensorPlacement
 
-_PREFIXES = ("model.visual.", "visual.")
+_MODEL = "model."  # the first releases have no such beginning of names
 _AT_ONCE = 1 << 25  # values that are read and converted at a time
 
 
-def build_tower(config: NodeConfig, placement: TensorPlacement) -> VisionTower | None:
+def build_tower(config: NodeConfig, placement: TensorPlacement) -> AnyTower | None:
     """Return the empty tower of a rank, None if it encodes no images."""
     if not config.has_tower:
         return None
     assert config.model.vision is not None
     assert config.image_processor is not None
-    return VisionTower(config.model.vision, config.image_processor, placement)
+    return make_tower(config.model.vision, config.image_processor, placement)
 
 
 @torch.inference_mode()
-def load_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None = None) -> None:
+def load_tower(tower: AnyTower, model_dir: Path, digested: FileStates | None = None) -> None:
     """Fill the tower from a checkpoint. Raises CheckpointError.
 
     Its files must be those in ``digested``, unless it is empty.
@@ -44,7 +47,7 @@ def load_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None 
             fill_shard(model_dir, name, shard, source, _AT_ONCE)
 
 
-def check_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None = None) -> None:
+def check_tower(tower: AnyTower, model_dir: Path, digested: FileStates | None = None) -> None:
     """Raise CheckpointError unless each tensor of a checkpoint's tower has its place in this one. Reads none."""
     with _matched(tower, model_dir, digested):
         pass
@@ -52,10 +55,10 @@ def check_tower(tower: VisionTower, model_dir: Path, digested: FileStates | None
 
 @contextmanager
 def _matched(
-    tower: VisionTower, model_dir: Path, digested: FileStates | None
+    tower: AnyTower, model_dir: Path, digested: FileStates | None
 ) -> Iterator[Mapping[str, tuple[WeightShard, FileSlice]]]:
     """Open a checkpoint; give the memory and the stored values of each of the tower's tensors."""
-    device = tower.pos_embed.weight.device
+    device = next(tower.parameters()).device
     with FileReader(device) as reader, ExitStack() as files:
         try:
             open_files = {path: files.enter_context(opened(path)) for path in weight_files(model_dir)}
@@ -66,10 +69,10 @@ def _matched(
                 name: FileSlice(reader, open_files[path], name, tensor)
                 for path, tensors in headers.items()
                 for name, tensor in tensors.items()
-                if name.startswith(_PREFIXES)
+                if name.removeprefix(_MODEL).startswith(tower.config.tensors)
             }
-            first = next(iter(stored), _PREFIXES[0])
-            shards = _shards(tower, next(prefix for prefix in _PREFIXES if first.startswith(prefix)))
+            first = next(iter(stored), _MODEL)
+            shards = _shards(tower, _MODEL if first.startswith(_MODEL) else "")
             names = check_weights(model_dir, stored, shards, ignored=())
             yield {name: (shards[name], stored[name]) for name in names}
         except OSError as exc:
@@ -77,11 +80,11 @@ def _matched(
 
 
 @torch.inference_mode()
-def fill_tower(tower: VisionTower) -> None:
+def fill_tower(tower: AnyTower) -> None:
     """Fill the tower with values that depend on names and shapes only."""
-    fill_random(_shards(tower, _PREFIXES[0]), seed=0)
+    fill_random(_shards(tower, _MODEL), seed=0)
 
 
-def _shards(tower: VisionTower, prefix: str) -> dict[str, WeightShard]:
+def _shards(tower: AnyTower, prefix: str) -> dict[str, WeightShard]:
     """Return the memory of the tower's tensors by their names in a checkpoint."""
-    return {prefix + name: WeightShard.full(parameter) for name, parameter in tower.named_parameters()}
+    return {prefix + tower.name + name: WeightShard.full(parameter) for name, parameter in tower.named_parameters()}

@@ -97,7 +97,7 @@ class RunnerV2(BaseModelRunner[InputBatch]):
         self, plan: StepPlan, batch: InputBatch, all_hidden_states: bool
     ) -> Pausing[tuple[Tensor, Tensor | None]]:
         # A graph stores no snapshot amid a prompt, and has the inputs of text.
-        eager = all_hidden_states or batch.state_snapshots or self._model.images.by_axis
+        eager = all_hidden_states or batch.state_snapshots or self._model.images.has_images
         batch.graph = None if eager else self._forward.graph_for(batch.indices)
         self._inputs.build(batch, batch.graph or batch.indices.descriptor, self._state)
         result = yield from self._forward.run(batch, all_hidden_states or self._drafter is not None)

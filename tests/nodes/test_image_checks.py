@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,6 +73,40 @@ def test_images_larger_than_the_model_takes_are_refused(config: NodeConfig) -> N
     ids, spans = prompt_with(Picture(250, 263))
     with pytest.raises(RequestError, match="has 1000 × 1052 pixels, more than the 1048576 that this model takes"):
         check(config, *spans, ids=ids)
+
+
+ROW_IDS = [1, *[PLACEHOLDER] * 2, 5, *[PLACEHOLDER] * 2, 6, 2, 3]  # an image of 2 rows of 2 tokens and their ends
+
+
+@pytest.fixture(scope="module")
+def config_with_row_ends(config: NodeConfig) -> NodeConfig:
+    assert config.image_input is not None
+    side = 3 * config.image_input.cell
+    accepted = msgspec.structs.replace(config.image_input, max_side=side - 1, row_end=5, image_end=6)
+    return msgspec.structs.replace(config, image_input=accepted)
+
+
+@pytest.mark.parametrize(
+    ("span", "change", "words"),
+    [
+        ((1, 2, 2), {}, "has token 9 in its place 2, not the end of a row 5"),
+        ((1, 2, 3), {3: PLACEHOLDER}, "has token 9 in its place 3, not the end of a row 5"),
+        ((1, 2, 3), {6: 5}, "has token 5 in its place 6, not the end of a row 6"),
+        ((1, 2, 3), {4: 6}, "has token 6 in its place 4, not the placeholder 9"),
+        ((1, 1, 3), {}, "has token 5 in its place 3, not the end of a row 6"),
+        ((3, 1, 1), {}, "has 1 columns; a row ends with a token of text in this model, so it has at least 2"),
+        ((1, 1, 5), {}, "has 4 × 16 pixels; a side has at most 12 in this model"),
+    ],
+)
+def test_rows_end_with_the_tokens_of_the_model(
+    span: tuple[int, int, int], change: dict[int, int], words: str, config_with_row_ends: NodeConfig
+) -> None:
+    right = ImageSpan(1, 2, 3, A)
+    assert check(config_with_row_ends, right, ids=ROW_IDS) == (right,)
+    ids = [change.get(index, token_id) for index, token_id in enumerate(ROW_IDS)]
+    with pytest.raises(RequestError) as raised:
+        check(config_with_row_ends, ImageSpan(*span, A), ids=ids)
+    assert words in str(raised.value)
 
 
 @pytest.mark.parametrize("mode", [ImageMode.NONE, ImageMode.POSITIONS])

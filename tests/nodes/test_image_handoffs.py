@@ -17,6 +17,7 @@ from machine import patience
 from node_client import Generated, RouterClient, greedy
 
 from pdserve.config.node_options import NodeOptions
+from pdserve.image_tokens import ids_of_image
 from pdserve.images import ImageInput, Images, ImageSpan, image_digest
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
@@ -39,8 +40,7 @@ class Picture:
         self._fingerprint = accepted.fingerprint
         self.rows = rows
         self.columns = columns
-        self.height = rows * accepted.cell
-        self.width = columns * accepted.cell
+        self.height, self.width = accepted.size(ImageSpan(0, rows, columns, b""))
         self.pixels = bytes([value]) * (3 * self.height * self.width)
         self.digest = image_digest(accepted.fingerprint, self.height, self.width, self.pixels)
 
@@ -74,17 +74,18 @@ class Nodes:
         for part in parts:
             if isinstance(part, Picture):
                 images.append(ImageSpan(len(ids), part.rows, part.columns, part.digest))
-                ids += [self.accepted.token_id] * part.rows * part.columns
+                ids += ids_of_image(self.accepted, part.rows, part.columns).tolist()
             else:
                 ids += [10 + number % 50 for number in range(part)]
         return ids, tuple(images)
 
 
-@pytest.fixture(scope="module")
-def checkpoint_that_sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_vl", "mistral3"])
+def checkpoint_that_sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mistral's rows of images end with tokens of text."""
     from image_checkpoints import make_image_checkpoint
 
-    return make_image_checkpoint(tmp_path_factory.mktemp("images") / "model", "qwen3_vl")
+    return make_image_checkpoint(tmp_path_factory.mktemp("images") / "model", request.param)
 
 
 def start(fleet: Fleet, checkpoint: Path, costs: Sequence[str] = COSTS) -> Nodes:

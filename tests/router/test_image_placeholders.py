@@ -12,7 +12,7 @@ from image_checkpoints import VISION_TOKENS, write_tokenizer
 from small_tokenizers import SPECIAL
 
 from pdserve.errors import RequestError
-from pdserve.images import ImageSpan
+from pdserve.images import ImageInput, ImageSpan
 from pdserve.rpc.protobuf import pack_tokens, unpack_tokens
 from router.images.placeholders import expand
 from router.text.chat.template import ChatTemplate, RenderRequest
@@ -21,6 +21,11 @@ from router.text.tokenizer import Tokenizer
 
 PAD = 7
 PAD_TEXT = "<|image_pad|>"
+
+
+TAKEN = ImageInput(PAD, 16, 2, 1024, 1 << 20, bytes(32))
+#: Rows end with tokens of text.
+ROWS = ImageInput(PAD, 14, 2, 784, 1540**2, bytes(32), max_side=1540, row_end=12, image_end=13)
 
 
 class Picture(NamedTuple):
@@ -36,7 +41,7 @@ texts = st.lists(st.integers(0, 2**32 - 1).filter(lambda token_id: token_id != P
 @given(st.lists(st.tuples(texts, pictures), max_size=6), texts.filter(bool))
 def test_expanded_prompt_has_each_image_in_its_place(parts: list[tuple[list[int], Picture]], last: list[int]) -> None:
     packed = [*(token_id for text, _ in parts for token_id in (*text, PAD)), *last]
-    token_ids, spans = expand(pack_tokens(packed), PAD, [picture for _, picture in parts])
+    token_ids, spans = expand(pack_tokens(packed), TAKEN, [picture for _, picture in parts])
     expected: list[int] = []
     for (text, picture), span in zip(parts, spans, strict=True):
         expected += text
@@ -45,15 +50,30 @@ def test_expanded_prompt_has_each_image_in_its_place(parts: list[tuple[list[int]
     assert list(unpack_tokens(token_ids)) == expected + last
 
 
+@given(st.lists(st.tuples(texts, pictures), min_size=1, max_size=6), texts.filter(bool))
+def test_rows_end_with_tokens_of_text(parts: list[tuple[list[int], Picture]], last: list[int]) -> None:
+    pictures = [picture._replace(columns=picture.columns + 1) for _, picture in parts]
+    packed = [*(token_id for text, _ in parts for token_id in (*text, PAD)), *last]
+    token_ids, spans = expand(pack_tokens(packed), ROWS, pictures)
+    expected: list[int] = []
+    for (text, _), picture, span in zip(parts, pictures, spans, strict=True):
+        expected += text
+        assert span == ImageSpan(len(expected), *picture[1:], picture.digest)
+        rows = [[PAD] * (picture.columns - 1) + [12] for _ in range(picture.rows)]
+        expected += [*[token_id for row in rows for token_id in row][:-1], 13]
+        assert span.end == len(expected)
+    assert list(unpack_tokens(token_ids)) == expected + last
+
+
 @pytest.mark.parametrize(("ids", "said"), [([1, PAD, 2], "2 images, and .* shows 1"), ([1, 2], "shows 0")])
 def test_other_number_of_placeholders_is_refused(ids: list[int], said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        expand(pack_tokens(ids), PAD, [Picture(bytes(32), 1, 2)] * 2)
+        expand(pack_tokens(ids), TAKEN, [Picture(bytes(32), 1, 2)] * 2)
 
 
 def test_prompt_that_ends_with_an_image_is_refused() -> None:
     with pytest.raises(RequestError, match="ends with an image"):
-        expand(pack_tokens([1, PAD]), PAD, [Picture(bytes(32), 1, 1)])
+        expand(pack_tokens([1, PAD]), TAKEN, [Picture(bytes(32), 1, 1)])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ python -m pytest -m slow tests/runner/test_image_encoding.py     V2, in Triton's
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -21,7 +20,7 @@ import pytest
 import torch
 from checkpoints import node_config
 from drafted_node import DraftedNode, Oracle
-from image_checkpoints import KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
+from image_checkpoints import DEEPSTACK, KINDS, ImageReference, add_predictor, make_image_checkpoint, random_image
 from PIL import Image
 from ranks import Case, answers_of_ranks
 from safetensors.torch import load_file, save_file
@@ -92,10 +91,10 @@ class Library:
 
 def make_checkpoint(path: Path, kind: str, seed: int = 2) -> Path:
     """Write a checkpoint that two stages can share. It samples no placeholder: the library takes all for images'."""
-    text: dict[str, Any] = {"num_hidden_layers": 5} if kind == "qwen3_vl" else {}
+    text: dict[str, Any] = {"num_hidden_layers": 5} if kind in DEEPSTACK else {}
     make_image_checkpoint(path, kind, seed=seed, **text)
     tensors = load_file(path / "model.safetensors")
-    tensors["lm_head.weight"][json.loads((path / "config.json").read_text())["image_token_id"]] = 0.0
+    tensors["lm_head.weight"][ImageReference(path).image_token_id] = 0.0
     save_file(tensors, path / "model.safetensors")
     return path
 
@@ -156,6 +155,11 @@ def add(stepper: Stepper, prompt: Prompt, sampling: SamplingParams = SCORED) -> 
 def test_conversations_are_the_library_s(library: Library, stepper: Stepper, chunk: int) -> None:
     for first in range(0, 8, 4):
         run(stepper, [library.conversation(number) for number in range(first, first + 4)], chunk)
+
+
+def test_steps_of_a_token_are_the_library_s(library: Library, stepper: Stepper) -> None:
+    """In some, all tokens of images are text that ends a row."""
+    run(stepper, [library.prompt("see ", random_image(70, 64, seed=6), "!")], 1)
 
 
 def test_an_image_of_two_prompts_is_encoded_once(library: Library, stepper: Stepper) -> None:
@@ -240,9 +244,11 @@ def test_a_reloaded_tower_is_that_of_the_checkpoint(library: Library, tmp_path: 
     tensors = load_file(other.checkpoint / "model.safetensors")
     lacking = tmp_path / "lacking"
     shutil.copytree(other.checkpoint, lacking)
-    del tensors["model.visual.merger.linear_fc2.bias"]
+    pixtral = other.reference.is_pixtral
+    name = "model.multi_modal_projector.linear_2.weight" if pixtral else "model.visual.merger.linear_fc2.bias"
+    del tensors[name]
     save_file(tensors, lacking / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks the tensors model\.visual\.merger\.linear_fc2\.bias"):
+    with pytest.raises(CheckpointError, match=f"lacks the tensors {name}"):
         built.change_weights(WeightChange(model_dir=str(lacking)))
     run(stepper, [before], 1000)
     built.change_weights(WeightChange(model_dir=str(other.checkpoint)))
@@ -287,7 +293,7 @@ def test_ranks_have_the_library_s_tokens(library: Library, version: str) -> None
     options: dict[str, Any] = {"images": "on", "max_num_seqs": 4, "max_batch_tokens": 256, "max_model_len": 300}
     options |= {"attention_backend": {"V1": "torch", "V2": "triton"}[version], "runner": version}
     # Deepstack joins three layers of the first stage, and recurrent models need both kinds of layers in each.
-    stage_layers = (4, 1) if library.checkpoint.name == "qwen3_vl" else (2, 2)
+    stage_layers = (4, 1) if library.checkpoint.name in DEEPSTACK else (2, 2)
     splits: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2, "stage_layers": stage_layers}]
     cases = [
         Case(

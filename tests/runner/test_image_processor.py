@@ -18,10 +18,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from pdserve.errors import CheckpointError, RequestError
 from pdserve.images import ImageInput
 from pdserve.model.image_processor import FILE, NESTED, ImageProcessor, read_image_processor, smart_size, token_count
-from pdserve.model.vision import VisionConfig
+from pdserve.model.vision import QwenVision
 from runner.models.vision.patches import patches, value_table
 
-TOWER = VisionConfig(
+TOWER = QwenVision(
     depth=1, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=16, merge_size=2, temporal_patch_size=2,
     num_positions=64, out_hidden_size=64, deepstack=(), activation="gelu_pytorch_tanh", rope_theta=1e4,
     rope_sections=(6, 5, 5), image_token_id=5,

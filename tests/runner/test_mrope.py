@@ -35,7 +35,8 @@ from runner.loading.tower_weights import load_tower
 from runner.models.decoder import Decoder
 from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.vision.inputs import ImageInputs
-from runner.models.vision.tower import Features, VisionTower
+from runner.models.vision.tower import Features
+from runner.models.vision.towers import make_tower
 from runner.placement import TensorPlacement
 
 NUM_TOKENS = 5
@@ -67,7 +68,7 @@ class Seeing:
         assert vision is not None
         self.processor = read_image_processor(checkpoint, vision)
         assert self.processor is not None
-        self.tower = VisionTower(vision, self.processor, CPU)
+        self.tower = make_tower(vision, self.processor, CPU)
         load_tower(self.tower, checkpoint)
         self.runner = runner.build(config, lambda stage, fraction: None)
         self.stepper = Stepper(self.runner)
@@ -118,7 +119,7 @@ class Seeing:
         self.inputs.begin(axes, torch.cat(rows), torch.cat(values), torch.cat(deepstack, dim=1))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[kind for kind in KINDS if kind != "mistral3"])
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     built = Seeing(make_image_checkpoint(tmp_path_factory.mktemp("mrope") / request.param, request.param))
     yield built
@@ -195,10 +196,10 @@ def test_offsets_move_text_behind_an_image() -> None:
     assert inputs.times(torch.tensor([3, 4, 10])).tolist() == [3, 4, 5]
     assert inputs.times_behind(torch.tensor([12, 8, 3]), torch.tensor([2, 0, 3])).tolist() == [7, 8, 0]
     inputs.begin(torch.tensor([[-1, -2], [0, -1], [-2, 0]]), *_rows())
-    assert inputs.by_axis
+    assert inputs.has_images
     assert inputs.positions(torch.tensor([8, 9])).tolist() == [[7, 7], [8, 8], [6, 9]]
     inputs.end()
-    assert not inputs.by_axis
+    assert not inputs.has_images
     assert inputs.positions(torch.tensor([8, 9])).tolist() == [8, 9]
 
 

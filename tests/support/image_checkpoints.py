@@ -28,7 +28,8 @@ from torch import Tensor
 
 from pdserve.images import Images, ImageSpan
 
-KINDS = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3")
+DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")  # kinds whose towers join the first text layers
 PATCH_SIZE = 16
 MERGE_SIZE = 2
 CELL = PATCH_SIZE * MERGE_SIZE  # pixels on a side of a token
@@ -43,6 +44,22 @@ PROCESSOR: dict[str, Any] = {
     "processor_class": "Qwen3VLProcessor",
     "image_processor_type": "Qwen2VLImageProcessorFast",
 }
+#: As Mistral publishes it, but for the longest side: up to 16 × 16 tokens.
+PIXTRAL: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_processor_type": "PixtralImageProcessorFast",
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "patch_size": 14,
+    "processor_class": "PixtralProcessor",
+    "resample": 3,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"longest_edge": 448},
+}
+PIXTRAL_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "image_token": "[IMG]"}
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 #: Parts in messages of all roles, tools and their results. "add_vision_id" numbers images, as Qwen's templates do.
 CHAT_TEMPLATE = """\
@@ -130,6 +147,18 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
         "rope_theta": 5000000,
     },
+    "qwen3_vl_moe": {
+        **_TEXT,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
+        "rope_theta": 5000000,
+    },
     "qwen3_5": {**_TEXT, **_RECURRENT, "model_type": "qwen3_5_text"},
     "qwen3_5_moe": {
         **{name: value for name, value in _TEXT.items() if name != "intermediate_size"},
@@ -141,6 +170,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
 }
+_TEXTS["mistral3"] = {**_TEXT, "model_type": "mistral", "rope_theta": 1000000.0, "sliding_window": None}
 _VISION: dict[str, Any] = {
     "depth": 4,
     "hidden_act": "gelu_pytorch_tanh",
@@ -155,8 +185,24 @@ _VISION: dict[str, Any] = {
     "spatial_merge_size": MERGE_SIZE,
     "temporal_patch_size": 2,
 }
+_PIXTRAL_VISION: dict[str, Any] = {
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "image_size": 448,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "model_type": "pixtral",
+    "num_attention_heads": 2,
+    "num_channels": 3,
+    "num_hidden_layers": 4,
+    "patch_size": 14,
+    "rope_theta": 10000.0,
+}
 _CLASSES = {
+    "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
@@ -168,9 +214,9 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
     ``text`` are fields of text_config. Weights are drawn wide, so that logits differ clearly, also between images.
     """
     path.mkdir(parents=True)
-    ids = write_tokenizer(path)
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    config = _config(kind, ids, dtype, text)
+    ids = write_tokenizer(path, kind)
+    write_processor(path, kind)
+    config = _mistral3(ids, dtype, text) if kind == "mistral3" else _config(kind, ids, dtype, text)
     (path / "config.json").write_text(json.dumps(config))
     model_class: Any = getattr(transformers, _CLASSES[kind])
     model = model_class(transformers.AutoConfig.from_pretrained(path)).to(getattr(torch, dtype))
@@ -178,7 +224,7 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_drawn(kind, name, parameter, generator))
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: stored_form(kind, name, tensor) for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -190,6 +236,21 @@ def largest_embeddings(kind: str) -> int:
     rows = 1 + len(_deepstack(kind))
     tokens: int = PROCESSOR["size"]["longest_edge"] // CELL**2
     return tokens * rows * 4 * int(_TEXT["hidden_size"])
+
+
+def stored_form(kind: str, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor as published: Qwen3-VL's fused experts have inputs before outputs."""
+    is_transposed = kind == "qwen3_vl_moe" and ".mlp.experts." in name
+    return (tensor.transpose(1, 2) if is_transposed else tensor).contiguous()
+
+
+def write_processor(path: Path, kind: str) -> None:
+    """Write the files of the image processor of a kind."""
+    is_pixtral = kind == "mistral3"
+    (path / "preprocessor_config.json").write_text(json.dumps(PIXTRAL if is_pixtral else PROCESSOR))
+    if is_pixtral:
+        whole = {**PIXTRAL_TOKENS, "patch_size": 14, "processor_class": "PixtralProcessor", "spatial_merge_size": 2}
+        (path / "processor_config.json").write_text(json.dumps(whole))
 
 
 def add_predictor(directory: Path) -> None:
@@ -230,25 +291,62 @@ class ImageReference:
         self.processor: Any = transformers.AutoImageProcessor.from_pretrained(directory)
         self.tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
 
+    @property
+    def is_pixtral(self) -> bool:
+        return bool(self.config["model_type"] == "mistral3")
+
+    @property
+    def image_token_id(self) -> int:
+        token_id: int = self.config["image_token_index" if self.is_pixtral else "image_token_id"]
+        return token_id
+
     def processed(self, images: Sequence[Image.Image]) -> tuple[Tensor, Tensor]:
-        """Return patches [patches, columns] float32 and grids [images, 3] of images of any sizes and modes."""
+        """Return the tower's inputs, and grids [images, 3] of images of any sizes and modes.
+
+        The inputs are patches [patches, columns] float32, or Pixtral's padded images [images, 3, height, width], whose
+        grids are heights and widths [images, 2].
+        """
+        if self.is_pixtral:
+            batch = self.processor(list(images), patch_size={"height": 28, "width": 28}, return_tensors="pt")
+            return batch["pixel_values"], torch.as_tensor(batch["image_sizes"])
         batch = self.processor(list(images), return_tensors="pt")
         return batch["pixel_values"], batch["image_grid_thw"]
 
+    @torch.inference_mode()
+    def features(self, images: Sequence[Image.Image]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the embeddings [tokens, hidden_size] of images, and what joins the first text layers."""
+        values, grids = self.processed(images)
+        if self.is_pixtral:
+            output = self.model.model.get_image_features(values, image_sizes=grids, vision_feature_layer=-1)
+            return torch.cat(output.pooler_output), ()
+        output = self.model.model.visual(values, grid_thw=grids)
+        return output.pooler_output, output.deepstack_features
+
     def prompt(self, *parts: str | Image.Image) -> tuple[list[int], Images]:
-        """Return token ids with one placeholder per token of an image, and the spans of the images, without digests."""
+        """Return token ids with all tokens of images, and the spans of the images, without digests."""
         ids: list[int] = []
         spans: list[ImageSpan] = []
         for part in parts:
             if isinstance(part, str):
                 ids += self.tokenizer.encode(part, add_special_tokens=False)
                 continue
-            _, height, width = self.processed([part])[1][0].tolist()
+            *_, height, width = self.processed([part])[1][0].tolist()
+            if self.is_pixtral:
+                spans.append(ImageSpan(len(ids), height // 28, width // 28 + 1, bytes(32)))
+                ids += self._pixtral_tokens(height // 28, width // 28)
+                continue
             ids.append(self.config["vision_start_token_id"])
             spans.append(ImageSpan(len(ids), height // MERGE_SIZE, width // MERGE_SIZE, bytes(32)))
-            ids += [self.config["image_token_id"]] * spans[-1].num_tokens
+            ids += [self.image_token_id] * spans[-1].num_tokens
             ids.append(self.config["vision_end_token_id"])
         return ids, tuple(spans)
+
+    def _pixtral_tokens(self, rows: int, columns: int) -> list[int]:
+        """Return the tokens of an image as the library's processor writes them."""
+        row = "[IMG]" * columns + "[IMG_BREAK]"
+        text = (row * rows).removesuffix("[IMG_BREAK]") + "[IMG_END]"
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
@@ -268,10 +366,12 @@ class ImageReference:
 
     def _inputs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Tensor]:
         inputs = torch.tensor([list(ids)])
-        types = (inputs == self.config["image_token_id"]).to(torch.int32)
-        given = {"input_ids": inputs, "mm_token_type_ids": types, "attention_mask": torch.ones_like(inputs)}
+        given = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+        if not self.is_pixtral:
+            given["mm_token_type_ids"] = (inputs == self.image_token_id).to(torch.int32)
         if images:
-            given["pixel_values"], given["image_grid_thw"] = self.processed(images)
+            grids = "image_sizes" if self.is_pixtral else "image_grid_thw"
+            given["pixel_values"], given[grids] = self.processed(images)
         return given
 
 
@@ -292,29 +392,46 @@ def _config(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) ->
 
 
 def _deepstack(kind: str) -> list[int]:
-    return [0, 1, 2] if kind == "qwen3_vl" else []
+    return [0, 1, 2] if kind in DEEPSTACK else []
 
 
-def write_tokenizer(path: Path) -> dict[str, int]:
+def _mistral3(ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": [_CLASSES["mistral3"]],
+        "image_token_index": ids["[IMG]"],
+        "model_type": "mistral3",
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "text_config": copy.deepcopy({**_TEXTS["mistral3"], "dtype": dtype, "eos_token_id": ids["<|im_end|>"], **text}),
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+        "vision_config": _PIXTRAL_VISION,
+        "vision_feature_layer": -1,
+    }
+
+
+def write_tokenizer(path: Path, kind: str = "qwen3_vl") -> dict[str, int]:
     """Write a byte-level tokenizer with a chat template; return the ids of its special tokens by name."""
+    tokens = tuple(PIXTRAL_TOKENS.values()) if kind == "mistral3" else VISION_TOKENS
     tokenizer = byte_level()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in VISION_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     assert tokenizer.get_vocab_size() <= VOCABULARY
     write(path, tokenizer, eos_token="<|im_end|>")
-    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "[IMG]")
+    (path / "chat_template.jinja").write_text(template if kind == "mistral3" else CHAT_TEMPLATE)
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    return {token: vocabulary[token] for token in (*VISION_TOKENS, "<|im_end|>")}
+    return {token: vocabulary[token] for token in (*tokens, "<|im_end|>")}
 
 
 def _drawn(kind: str, name: str, parameter: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randn(parameter.shape, generator=generator)
     if "norm" in name and name.endswith("weight"):
         is_text = ".visual." not in name and "linear_attn" not in name
-        is_centered = kind != "qwen3_vl" and is_text  # the norm scales by 1 + weight
+        is_centered = kind.startswith("qwen3_5") and is_text  # the norm scales by 1 + weight
         return noise * 0.2 if is_centered else noise * 0.2 + 1.0
     if parameter.dim() == 1:
         return 0.3 * noise
     if "embed" in name and "patch_embed" not in name:
         return noise
-    fan_in = parameter[0].numel() if "patch_embed" in name else parameter.shape[-1]
+    fan_in = parameter[0].numel() if "patch_" in name else parameter.shape[-1]
     return noise.mul(1.3 / math.sqrt(fan_in))

@@ -15,6 +15,7 @@ import torch
 import transformers
 from any_models import make_any_checkpoint
 from checkpoints import make_checkpoint
+from image_checkpoints import stored_form
 from quantized_checkpoints import quantize
 from safetensors.torch import load_file, save_file
 
@@ -37,6 +38,7 @@ _VISION = {
     "qwen3_vl": {"model_type": "qwen3_vl", "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
                  "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
 }  # fmt: skip
+_VISION["qwen3_vl_moe"] = {**_VISION["qwen3_vl"], "model_type": "qwen3_vl_moe"}
 _VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16}  # fmt: skip
@@ -138,6 +140,20 @@ def qwen3_vl(path: Path) -> Published:
               "image_token_id": 155, "video_token_id": 156, "vision_start_token_id": 152, "vision_end_token_id": 153,
               "tie_word_embeddings": True}  # fmt: skip
     return _multimodal(path, config, new_names=True)
+
+
+def qwen3_vl_moe(path: Path) -> Published:
+    """Like Qwen3-VL-30B-A3B-Instruct: fused experts, with inputs before outputs."""
+    text = {**_SIZES, "model_type": "qwen3_vl_moe_text", "vocab_size": 160, "max_position_embeddings": 4096,
+            "attention_bias": False, "decoder_sparse_step": 1, "dtype": "float32", "eos_token_id": 2,
+            "hidden_act": "silu", "mlp_only_layers": [], "moe_intermediate_size": 48, "norm_topk_prob": True,
+            "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-06,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+            "rope_theta": 5000000}  # fmt: skip
+    config = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
+              "image_token_id": 155, "text_config": text, "video_token_id": 156, "vision_start_token_id": 152,
+              "vision_end_token_id": 153, "tie_word_embeddings": False}  # fmt: skip
+    return _multimodal(path, config, tied=False, new_names=True)
 
 
 def qwen3_5(path: Path) -> Published:
@@ -301,6 +317,7 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "Ministral-3": ministral,
     "Mistral-Small-4": mistral_small_4,
     "Qwen3-VL": qwen3_vl,
+    "Qwen3-VL with experts": qwen3_vl_moe,
     "Qwen3.5": qwen3_5,
     "Qwen3.5 with experts": qwen3_5_moe,
     "Qwen3.5 with experts, the text alone": qwen3_5_moe_alone,
@@ -335,7 +352,8 @@ def _multimodal(path: Path, config: dict[str, Any], *, tied: bool = True, new_na
             spread = 0.1 if parameter.dim() == 1 else 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
             is_centered = config["model_type"] in ("gemma3", "qwen3_5", "qwen3_5_moe")  # norms scale by 1 + weight
             parameter.copy_(noise * spread + ("norm" in name and not is_centered))
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    kind = config["model_type"]
+    tensors = {name: stored_form(kind, name, tensor) for name, tensor in model.state_dict().items()}
     if tied:
         del tensors["lm_head.weight"]
     save_file(tensors, reference / "model.safetensors", {"format": "pt"})

@@ -17,16 +17,16 @@ from pdserve.config.node_options import OFF, ON, NodeOptions
 from pdserve.config.parallel import ParallelConfig, active_parameters
 from pdserve.config.resolution.resolved import Resolved
 from pdserve.errors import CheckpointError, ConfigError
-from pdserve.images import ImageInput, ImageMode, largest_image
+from pdserve.images import ImageInput, ImageMode, largest_image, most_tokens
 from pdserve.kv.layout import DTYPE_BYTES
-from pdserve.model.image_processor import FILE, ImageProcessor, read_image_processor, token_count
+from pdserve.model.image_processor import FILE, ImageProcessor, read_image_processor, smart_size, token_count
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig, vision_problem
 from pdserve.model.pooling import PoolingConfig
-from pdserve.model.vision import VisionConfig
+from pdserve.model.towers.vision_config import VisionConfig
+from pdserve.model.vision import AnyVision
 
 SCREEN = (1080, 1920)  # pixels of an image whose tokens and costs are named
 _CACHED_IMAGES = 2  # largest images: a prompt needs one while another one is encoded
-_PREFIXES = ("model.visual.", "visual.")  # names of a tower's tensors
 _PLAIN = ("F32", "F16", "BF16")
 
 
@@ -82,7 +82,7 @@ def choose_images(
     if not problem and model.vision is not None:
         try:
             processor = read_image_processor(model_dir, model.vision)
-            problem = _checkpoint_problem(options, model_dir, processor)
+            problem = _checkpoint_problem(options, model_dir, model.vision, processor)
         except CheckpointError as exc:
             if is_on:
                 raise
@@ -110,7 +110,7 @@ def describe_images(config: NodeConfig) -> str:
         return f"refused: {config.image_problem}" if config.image_problem else ""
     height, width = SCREEN
     tokens = token_count(accepted, height, width)
-    most = largest_image(accepted, config.max_model_len)
+    most = most_tokens(accepted, config.max_model_len)
     sizes = f"{width} × {height} pixels are {tokens} tokens, the largest image {most}"
     if config.images is ImageMode.POSITIONS:
         return f"encoded by prefill nodes; {sizes}"
@@ -136,7 +136,9 @@ def _model_problem(model_dir: Path, model: ModelConfig, pooling: PoolingConfig |
     return ""
 
 
-def _checkpoint_problem(options: NodeOptions, model_dir: Path, processor: ImageProcessor | None) -> str:
+def _checkpoint_problem(
+    options: NodeOptions, model_dir: Path, vision: VisionConfig, processor: ImageProcessor | None
+) -> str:
     """Return why the files do not suffice for images; empty if they do. Reads the headers of the weights."""
     if processor is None:
         return f"{model_dir} has no {FILE}"
@@ -146,7 +148,7 @@ def _checkpoint_problem(options: NodeOptions, model_dir: Path, processor: ImageP
         (name, tensor)
         for tensors in read_headers(model_dir).values()
         for name, tensor in tensors.items()
-        if name.startswith(_PREFIXES)
+        if name.removeprefix("model.").startswith(vision.tensors)
     ]
     if not tensors:
         return f"{model_dir} has no tensors of a vision tower"
@@ -157,7 +159,7 @@ def _checkpoint_problem(options: NodeOptions, model_dir: Path, processor: ImageP
 def _with_tower(
     options: NodeOptions,
     model: ModelConfig,
-    vision: VisionConfig,
+    vision: AnyVision,
     processor: ImageProcessor,
     accepted: ImageInput,
     parallel: ParallelConfig,
@@ -183,10 +185,11 @@ def _with_tower(
     )
 
 
-def _token_cost(model: ModelConfig, vision: VisionConfig, accepted: ImageInput, parallel: ParallelConfig) -> float:
+def _token_cost(model: ModelConfig, vision: AnyVision, accepted: ImageInput, parallel: ParallelConfig) -> float:
     """Return the tower's FLOPs per token, in a screenshot, over those of a prompt token on a rank of the first stage.
 
     A prompt token takes two per active weight of the rank. Every shard runs the whole tower.
     """
-    patches = token_count(accepted, *SCREEN) * vision.merge_size**2
+    height, width = smart_size(accepted, *SCREEN)
+    patches = height * width // vision.patch_size**2
     return vision.token_flops(patches) / (2 * active_parameters(model, parallel.position(0)))

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdserve.model.vision import VisionConfig
+from pdserve.model.towers.vision_config import VisionConfig
 from runner.models.vision.tower import Features
 from runner.pinned_memory import copied
 from runner.placement import TensorPlacement
 
 
 class ImagePart(NamedTuple):
-    """Consecutive tokens of an image."""
+    """Consecutive tokens of an image, counted without those of text that end rows."""
 
     digest: bytes
-    first: int  # in the image
-    last: int  # the token behind it
+    first: int
+    last: int  # the token behind them
 
 
 class ImageEmbeddings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.model.vision import VisionConfig
+from pdserve.model.towers.vision_config import VisionConfig
 from runner.placement import TensorPlacement
 
 
@@ -17,7 +17,7 @@ class NoImageInputs:
     """The inputs of a step are its token ids and their indices."""
 
     @property
-    def by_axis(self) -> bool:
+    def has_images(self) -> bool:
         """Whether the next step has tokens of images, so that it must not run as a CUDA graph."""
         return False
 
@@ -69,7 +69,7 @@ class ImageInputs(NoImageInputs):
         self._values = values
         self._deepstack = deepstack
 
-    def begin_positions(self, axes: Tensor) -> None:
+    def begin_positions(self, axes: Tensor | None) -> None:
         """Give the next step the offsets of its images, on a stage without embeddings; see ``begin``."""
         self.begin(axes, *self._nothing)
 
@@ -79,8 +79,8 @@ class ImageInputs(NoImageInputs):
         self._rows, self._values, self._deepstack = self._nothing
 
     @property
-    def by_axis(self) -> bool:
-        return self._axes is not None
+    def has_images(self) -> bool:
+        return self._axes is not None or len(self._rows) > 0
 
     def positions(self, indices: Tensor) -> Tensor:
         return indices + (self.offsets[: len(indices)] if self._axes is None else self._axes)

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pdserve.model.image_processor import ImageProcessor
-from pdserve.model.vision import CHANNELS, VisionConfig
+from pdserve.model.towers.vision_config import CHANNELS, VisionConfig
+from pdserve.model.vision import QwenVision
 from runner.models.vision.patches import patches, value_table
 from runner.placement import TensorPlacement
 
@@ -32,9 +33,15 @@ class Features(NamedTuple):
     deepstack: Tensor  # [deepstack layers, tokens, out_hidden_size]
 
 
-class _Rotary(NamedTuple):
+class Rotary(NamedTuple):
     cos: Tensor  # [patches, 1, head_dim] float32
     sin: Tensor
+
+    @classmethod
+    def of(cls, angles: Tensor) -> Rotary:
+        """``angles``: [patches, head_dim / 2] float32."""
+        angles = torch.cat((angles, angles), dim=1)[:, None]
+        return cls(angles.cos(), angles.sin())
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate heads [patches, heads, head_dim] in float32."""
@@ -46,7 +53,9 @@ class _Rotary(NamedTuple):
 class VisionTower(nn.Module):
     """``runner/loading/tower_weights.py`` fills the parameters; then images can be encoded."""
 
-    def __init__(self, config: VisionConfig, processor: ImageProcessor, placement: TensorPlacement) -> None:
+    name = "visual."  # first part of the parameters' names in checkpoints
+
+    def __init__(self, config: QwenVision, processor: ImageProcessor, placement: TensorPlacement) -> None:
         super().__init__()
         self.config = config
         self._processor = processor
@@ -70,7 +79,7 @@ class VisionTower(nn.Module):
         No call waits for the device, apart from the copy of pixels in the host's pageable memory.
         """
         inputs = patches(pixels.to(self._table.device), self._table, self._processor)
-        rows, columns = self._places(pixels.shape[0], pixels.shape[1])
+        rows, columns = patch_places(self.config, pixels.shape[0], pixels.shape[1], self._table.device)
         x = self.patch_embed(inputs)
         x = x + self._positions(rows, columns).to(x.dtype)
         rotary = self._rotary(rows, columns)
@@ -82,16 +91,7 @@ class VisionTower(nn.Module):
         embeddings = self.merger(x)
         return Features(embeddings, torch.stack(deepstack) if deepstack else embeddings.new_empty(0, *embeddings.shape))
 
-    def _places(self, height: int, width: int) -> tuple[_Axis, _Axis]:
-        """Return row and column of each patch, in the order of ``patches``."""
-        merge = self.config.merge_size
-        rows = height // self.config.patch_size
-        columns = width // self.config.patch_size
-        order = torch.arange(rows * columns, device=self._table.device).view(rows, columns)
-        order = order.view(rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
-        return _Axis(order // columns, rows), _Axis(order % columns, columns)
-
-    def _positions(self, rows: _Axis, columns: _Axis) -> Tensor:
+    def _positions(self, rows: Axis, columns: Axis) -> Tensor:
         """Interpolate the learned positions to the grid of an image: [patches, hidden_size] float32."""
         result: Tensor | None = None
         for row, row_weight in rows.taps(self._side):
@@ -101,13 +101,12 @@ class VisionTower(nn.Module):
         assert result is not None
         return result
 
-    def _rotary(self, rows: _Axis, columns: _Axis) -> _Rotary:
+    def _rotary(self, rows: Axis, columns: Axis) -> Rotary:
         angles = torch.cat([axis.places[:, None].float() * self._inv_freq for axis in (rows, columns)], dim=1)
-        angles = torch.cat((angles, angles), dim=1)[:, None]
-        return _Rotary(angles.cos(), angles.sin())
+        return Rotary.of(angles)
 
 
-class _Axis(NamedTuple):
+class Axis(NamedTuple):
     places: Tensor  # [patches] int64: row or column of each patch
     size: int  # rows or columns of the image
 
@@ -120,10 +119,20 @@ class _Axis(NamedTuple):
         return [(first, 1 - above), ((first + 1).clamp_(max=side - 1), above)]
 
 
+def patch_places(config: VisionConfig, height: int, width: int, device: torch.device) -> tuple[Axis, Axis]:
+    """Return row and column of each patch of an image of so many pixels, in the order of ``patches``."""
+    merge = config.merge_size
+    rows = height // config.patch_size
+    columns = width // config.patch_size
+    order = torch.arange(rows * columns, device=device).view(rows, columns)
+    order = order.view(rows // merge, merge, columns // merge, merge).transpose(1, 2).flatten()
+    return Axis(order // columns, rows), Axis(order % columns, columns)
+
+
 class _PatchEmbedding(nn.Module):
     """A convolution whose kernels cover a patch each, as a product."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: QwenVision) -> None:
         super().__init__()
         kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
         self.proj = nn.Conv3d(CHANNELS, config.hidden_size, kernel, stride=kernel)
@@ -133,27 +142,27 @@ class _PatchEmbedding(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: QwenVision) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.hidden_size, _EPS)
         self.norm2 = nn.LayerNorm(config.hidden_size, _EPS)
         self.attn = _Attention(config)
         self.mlp = _MLP(config)
 
-    def forward(self, x: Tensor, rotary: _Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         x = x + self.attn(self.norm1(x), rotary)
         y: Tensor = x + self.mlp(self.norm2(x))
         return y
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: QwenVision) -> None:
         super().__init__()
         self._num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, rotary: _Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Let all patches [patches, hidden_size] attend to each other."""
         q, k, v = self.qkv(x).view(len(x), 3, self._num_heads, -1).unbind(1)
         q, k, v = (heads.transpose(0, 1)[None] for heads in (rotary(q), rotary(k), v))
@@ -163,11 +172,11 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: QwenVision) -> None:
         super().__init__()
         self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-        self._activation = _ACTIVATIONS[config.activation]
+        self._activation = ACTIVATION_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear_fc2(self._activation(self.linear_fc1(x)))
@@ -177,7 +186,7 @@ class _MLP(nn.Module):
 class _Merger(nn.Module):
     """The patches of a token side by side, to one row of the text model's width."""
 
-    def __init__(self, config: VisionConfig, norm_size: int) -> None:
+    def __init__(self, config: QwenVision, norm_size: int) -> None:
         """``norm_size``: the norm is of each patch (hidden_size), or of all patches of a token (merged_size)."""
         super().__init__()
         self._norm_size = norm_size
@@ -196,7 +205,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu": F.gelu,
     "silu": F.silu,

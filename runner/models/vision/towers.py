@@ -1,0 +1,19 @@
+"""The vision tower of a model."""
+
+from __future__ import annotations
+
+from pdserve.model.image_processor import ImageProcessor
+from pdserve.model.towers.pixtral import PixtralVision
+from pdserve.model.vision import AnyVision
+from runner.models.vision.pixtral import PixtralTower
+from runner.models.vision.tower import VisionTower
+from runner.placement import TensorPlacement
+
+AnyTower = VisionTower | PixtralTower
+
+
+def make_tower(config: AnyVision, processor: ImageProcessor, placement: TensorPlacement) -> AnyTower:
+    """Return the empty tower."""
+    if isinstance(config, PixtralVision):
+        return PixtralTower(config, processor, placement)
+    return VisionTower(config, processor, placement)
