@@ -7,7 +7,6 @@ import sys
 import fuzz_requests
 import pytest
 
-
 TEXT = ("--kinds", "plain", "window", "latent", "recurrent", "--vocabularies", "4099", "4133")
 
 
