@@ -169,6 +169,11 @@ class FleetPlan:
     def interprets(self) -> bool:
         return any(node.runner == "V2" for node in (self.prefill, *self.decode))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt without images, or of a chat's texts."""
+        return SMALL_LONGEST if self.sees and self.interprets else LONGEST
+
     def chats(self, rng: random.Random) -> RandomChats:
         return RandomChats(rng, like_placeholders=True, small=self.interprets)
 
@@ -384,7 +389,7 @@ class Round:
         more = -(self.rng.choice(places[-3:]) + self.rng.choice((-1, 0, 1))) % self.rng.choice(self.plan.edges)
         return {
             **body,
-            "messages": lengthened(body["messages"], min(more, LONGEST if not self.plan.interprets else SMALL_LONGEST)),
+            "messages": lengthened(body["messages"], min(more, self.plan.longest)),
         }
 
     async def _together(self, way: str, client: httpx.AsyncClient) -> None:
@@ -494,8 +499,8 @@ class Round:
         rng = rng or self.rng
         plan = self.plan
         if not plan.sees:
-            return new_request(rng, plan.edges, LONGEST, self.args.max_tokens, plan.vocabulary)
-        messages = (chats or self._chats).draw(SMALL_LONGEST if plan.interprets else LONGEST)
+            return new_request(rng, plan.edges, plan.longest, self.args.max_tokens, plan.vocabulary)
+        messages = (chats or self._chats).draw(plan.longest)
         return new_chat(rng, messages, self.args.max_tokens, plan.vocabulary, prompt_logprobs=all(plan.towers))
 
     def _salt(self) -> str:

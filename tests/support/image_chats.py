@@ -72,7 +72,7 @@ class RandomChats:
     """Draws conversations. Some have images of earlier ones, or continue the begin of one."""
 
     def __init__(self, rng: random.Random, *, like_placeholders: bool = False, small: bool = False) -> None:
-        """``like_placeholders``: some texts look like the placeholder of an image. ``small``: images have few tokens."""
+        """``like_placeholders``: some texts look like an image's placeholder. ``small``: images have few tokens."""
         self._rng = rng
         self._small = small
         self._like_placeholders = like_placeholders
