@@ -76,6 +76,8 @@ COMMON = ("--max-num-seqs", "8", "--peer-timeout", "30")
 CONTEXT = 512  # tokens
 IMAGE_CHUNKS = (16, 48, 64, 200, 2048)  # tokens of a step at most
 IMAGE_CONTEXT = 1280  # tokens
+SMALL_CHUNKS = (16, 48, 64)  # beside nodes of V2: its interpreter takes seconds for a hundred tokens
+SMALL_LONGEST = 60  # tokens of a chat's texts there
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
 NOISE = 2  # requests at a time whose clients leave
@@ -160,8 +162,20 @@ class FleetPlan:
             predicts=self.drafts and self.family != "qwen3_vl" and rng.random() < 0.5,
             towers=rng.choice(((False, False), (False, True), (True, True))),
             one_image=rng.random() < 0.4,
-            chunk=rng.choice(IMAGE_CHUNKS),
+            chunk=rng.choice(SMALL_CHUNKS if self.interprets else IMAGE_CHUNKS),
         )
+
+    @property
+    def interprets(self) -> bool:
+        return any(node.runner == "V2" for node in (self.prefill, *self.decode))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt without images, or of a chat's texts."""
+        return SMALL_LONGEST if self.sees and self.interprets else LONGEST
+
+    def chats(self, rng: random.Random) -> RandomChats:
+        return RandomChats(rng, like_placeholders=True, small=self.interprets)
 
     @property
     def sees(self) -> bool:
@@ -333,7 +347,7 @@ class Round:
     lasted: float = 0.0  # seconds from the first request to the last answer, without faults
 
     def __post_init__(self) -> None:
-        self._chats = RandomChats(self.rng, like_placeholders=True)
+        self._chats = self.plan.chats(self.rng)
 
     async def run(self) -> None:
         async with self._client(self.world.reference) as alone, self._client(self.world.nodes) as client:
@@ -373,7 +387,10 @@ class Round:
         for place in (rendered.get("features") or {"mm_placeholders": {"image": []}})["mm_placeholders"]["image"]:
             places += [place["offset"], place["offset"] + place["length"]]
         more = -(self.rng.choice(places[-3:]) + self.rng.choice((-1, 0, 1))) % self.rng.choice(self.plan.edges)
-        return {**body, "messages": lengthened(body["messages"], min(more, LONGEST))}
+        return {
+            **body,
+            "messages": lengthened(body["messages"], min(more, self.plan.longest)),
+        }
 
     async def _together(self, way: str, client: httpx.AsyncClient) -> None:
         """Send all requests at the same time, beside neighbours whose clients leave."""
@@ -443,7 +460,7 @@ class Round:
     async def _neighbour(self, client: httpx.AsyncClient, seed: int) -> None:
         """Send random requests without end; leave each one before its answer ends, or when it ends."""
         rng = random.Random(seed)
-        chats = RandomChats(rng)
+        chats = self.plan.chats(rng)
         while True:
             body = self._draw(rng, chats)
             with suppress(ErrorAnswer, TimeoutError):
@@ -482,8 +499,8 @@ class Round:
         rng = rng or self.rng
         plan = self.plan
         if not plan.sees:
-            return new_request(rng, plan.edges, LONGEST, self.args.max_tokens, plan.vocabulary)
-        messages = (chats or self._chats).draw(LONGEST)
+            return new_request(rng, plan.edges, plan.longest, self.args.max_tokens, plan.vocabulary)
+        messages = (chats or self._chats).draw(plan.longest)
         return new_chat(rng, messages, self.args.max_tokens, plan.vocabulary, prompt_logprobs=all(plan.towers))
 
     def _salt(self) -> str:

@@ -169,6 +169,22 @@ def test_answer_goes_on_where_its_node_died(served: Served) -> None:
     node.restart()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [False, True], ids=["positions", "towers"])
+def test_preempted_answers_are_the_library_s(towers: bool, tmp_path: Path) -> None:
+    """Node D holds the KV of a few answers. Without a tower it lacks the pixels of prompts that it computes again."""
+    directory = make_image_checkpoint(tmp_path / "model", QUICK)
+    few = ("--kv-cache-memory", "2MiB", "--max-model-len", "900")
+    with Fleet() as fleet:
+        fleet.start_prefill(directory, FLAGS)
+        fleet.start_decode(directory, (*FLAGS, *few, *(("--images", "on") if towers else ())))
+        served = Served(directory, fleet)
+        served.check([question(20 + number, 20) for number in range(8)], output=250)
+        assert fleet.decode[0].counter("preemptions") > 0
+        for node in fleet.nodes:
+            node.wait_idle()
+
+
 def computing(fleet: Fleet, nodes: Sequence[NodeProcess], sampled: int = 0) -> NodeProcess:
     """Wait for the node that runs the only request, until it has sampled so many tokens of it."""
     before = {node.name: node.counter("sampled_tokens") for node in nodes}

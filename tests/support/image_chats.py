@@ -41,9 +41,12 @@ _FILES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def random_file(rng: random.Random) -> bytes:
-    """Return an image file of an odd size, aspect ratio and mode; some photographs lie on their side."""
-    height, width = _random_size(rng)
+def random_file(rng: random.Random, *, small: bool = False) -> bytes:
+    """Return an image file of an odd size, aspect ratio and mode; some photographs lie on their side.
+
+    ``small``: it has 4 to 9 tokens.
+    """
+    height, width = (rng.randint(1, 100), rng.randint(1, 100)) if small else _random_size(rng)
     mode, kind, arguments = rng.choice(_FILES)
     image = random_image(height, width, seed=rng.getrandbits(32), mode="RGB" if mode == "RGBA" else mode)
     if mode == "RGBA":
@@ -68,9 +71,10 @@ def image_part(url: str) -> Message:
 class RandomChats:
     """Draws conversations. Some have images of earlier ones, or continue the begin of one."""
 
-    def __init__(self, rng: random.Random, *, like_placeholders: bool = False) -> None:
-        """``like_placeholders``: some texts look like the placeholder of an image."""
+    def __init__(self, rng: random.Random, *, like_placeholders: bool = False, small: bool = False) -> None:
+        """``like_placeholders``: some texts look like an image's placeholder. ``small``: images have few tokens."""
         self._rng = rng
+        self._small = small
         self._like_placeholders = like_placeholders
         self._urls: list[str] = []
         self._earlier: list[list[Message]] = []
@@ -122,7 +126,7 @@ class RandomChats:
         rng = self._rng
         if self._urls and rng.random() < 0.3:
             return rng.choice(self._urls)
-        self._urls.append(data_url(random_file(rng)))
+        self._urls.append(data_url(random_file(rng, small=self._small)))
         return self._urls[-1]
 
     def _text(self, longest: int) -> str:
