@@ -135,7 +135,7 @@ class FleetPlan:
     tiers: bool
     pulls: str  # "whole", "split": a node computes the first half meanwhile; "": none
     predicts: bool = False  # drafts are those of the model's own layer
-    towers: tuple[bool, bool] = (False, False)  # of the nodes D
+    towers: tuple[bool, bool] = (False, False)  # whether each D has one
     one_image: bool = False  # caches of embeddings hold one image of the largest size
     chunk: int = CHUNK
 
