@@ -22,7 +22,7 @@ from machine import patience
 
 FLAGS = ("--block-size", "16", "--max-batch-tokens", "48", "--max-num-seqs", "8", "--max-model-len", "4096")
 OUTPUT = 16  # tokens of an answer
-TOLERANCE = 1e-3  # of log-probabilities
+TOLERANCE = 1e-3  # largest difference of log-probabilities
 QUICK = "qwen3_vl"
 CONVERSATIONS = 200
 
