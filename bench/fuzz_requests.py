@@ -135,7 +135,7 @@ class FleetPlan:
     tiers: bool
     pulls: str  # "whole", "split": a node computes the first half meanwhile; "": none
     predicts: bool = False  # drafts are those of the model's own layer
-    towers: tuple[bool, bool] = (False, False)  # whether each D has one
+    towers: tuple[bool, bool] = (False, False)  # whether each node D encodes images
     one_image: bool = False  # caches of embeddings hold one image of the largest size
     chunk: int = CHUNK
 
@@ -428,13 +428,12 @@ class Round:
 
     def _next_turn(self, body: Body, answer: Answer) -> Body:
         """Return a request that continues the first choice of an answer."""
+        fields = ("model", "seed", "temperature", "n", "stream", "logprobs")
         if "messages" in body:
-            fields = ("model", "seed", "temperature", "n", "stream", "logprobs", "top_logprobs")
             answered = {"role": "assistant", "content": answer.choices[0].text}
             messages = [*body["messages"], answered, self._chats.user(10, self.rng.randint(0, 1))]
-            return {**{name: body[name] for name in fields}, "messages": messages, "max_tokens": 4}
+            return {**{name: body[name] for name in (*fields, "top_logprobs")}, "messages": messages, "max_tokens": 4}
         prompt = [*body["prompt"], *answer.choices[0].token_ids[:UNREAD_TOKENS], self.rng.randrange(3, 4000)]
-        fields = ("model", "seed", "temperature", "n", "stream", "logprobs")
         return {**{name: body[name] for name in fields}, "prompt": prompt[-LONGEST_TURN:], "max_tokens": 4}
 
     def _stops(self) -> Iterator[tuple[int, float]]:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 _TURN_PAUSE = 0.05  # seconds between attempts of a suspect while others are on trial
 _REST = 5.0  # seconds between two moves of a stream
-_MOST_IMAGES_MISSING = 3  # times that nodes may lack images of a prompt; each may take 10 s
+_MOST_IMAGES_MISSING = 3  # times that nodes may lack images of a prompt without a new token; each may take 10 s
 _LEVELS = {"drained": logging.INFO, "moved": logging.DEBUG}  # log level by reason; other reasons: WARNING
 
 Accepts = Callable[[NodeView], bool]
@@ -78,7 +78,8 @@ class Migration:
         self.suspicion = Suspicion(num_choices)
         self._waits_for_turn = False  # only nodes with other suspects are ready
         self._left_stalled = False
-        self._images_missing = 0  # times that a node lacked images
+        self._images_missing = 0  # times that a node lacked images, since the newest token
+        self._tokens_when_missing = 0  # output tokens at the last of these times
         self._rerouted = False  # the prompt was moved from a node without room
         self._moving = False  # the present call is believed to be a move
         self._moved_at = -_REST
@@ -187,10 +188,17 @@ class Migration:
         self._leave(node, num_tokens, error, failure_reason(error))
 
     def _on_images_missing(self, node: NodeView, num_tokens: int, error: ImagesMissing) -> None:
-        """Send the prompt again, and its images with it, to any node: the present one has not failed."""
+        """Send the prompt again, and its images with it, to any node: the present one has not failed.
+
+        A node that encodes no images lacks them whenever it preempts the prompt, which may happen often.
+        """
+        if num_tokens != self._tokens_when_missing:
+            self._tokens_when_missing = num_tokens
+            self._images_missing = 0
         self._images_missing += 1
         if self._images_missing > _MOST_IMAGES_MISSING:
-            text = f"nodes lacked the images {self._images_missing} times, the limit is {_MOST_IMAGES_MISSING}"
+            times = self._images_missing
+            text = f"nodes lacked the images {times} times without a new token, the limit is {_MOST_IMAGES_MISSING}"
             self._give_up(NodeError(f"{text}; the last time: {error}"))
             return
         self._count(node, num_tokens, str(error), "images")

@@ -200,6 +200,20 @@ def test_missing_images_are_sent_again_with_the_tokens_so_far() -> None:
     run([node], scenario)
 
 
+def test_a_prompt_that_is_preempted_often_ends_well() -> None:
+    """A node that encodes no images lacks them each time, but each time there are more tokens."""
+    node = ScriptedImageNode(MODEL, "d")
+    node.scripts[SALT] = in_turn(*(lacking_after(token) for token in range(5, 11)), saying(11))
+
+    async def scenario(router: Router) -> None:
+        request = router.request(SMALL)
+        await request.start()
+        assert await request.wait() == list(range(5, 12))
+        assert router.migrations() == 6
+
+    run([node], scenario)
+
+
 def test_images_that_are_always_missing_end_the_request() -> None:
     node = ScriptedImageNode(MODEL, "d")
     node.scripts[SALT] = lacking
@@ -209,7 +223,7 @@ def test_images_that_are_always_missing_end_the_request() -> None:
         await request.start()
         error = await request.failure()
         assert isinstance(error, NodeError)
-        assert "lacked the images 4 times, the limit is 3" in str(error)
+        assert "lacked the images 4 times without a new token, the limit is 3" in str(error)
 
     run([node], scenario)
 

@@ -36,7 +36,7 @@ class ChoiceAnswer:
         """Append a chunk of the choice, or the whole choice."""
         assert not self.finish_reason, "a chunk came after the end of its choice"
         self.token_ids += choice.get("token_ids") or []
-        message = choice.get("delta") or choice.get("message") or {}  # a chat has it
+        message = choice.get("delta") or choice.get("message") or {}  # a chat has one of them
         self.text += choice["text"] if "text" in choice else message.get("content") or ""
         self.finish_reason = choice["finish_reason"] or ""
         self.stop_reason = choice.get("stop_reason")
@@ -109,7 +109,7 @@ class Answer:
         self.weights = weights
         for choice in event["choices"]:
             self.choices.setdefault(choice["index"], ChoiceAnswer()).add(choice)
-        if event.get("prompt_logprobs"):  # a chat has it
+        if event.get("prompt_logprobs"):  # a chat has them beside its choices
             self.choices[0].add_prompt_logprobs(event)
         if usage := event.get("usage"):
             self.prompt_tokens = usage["prompt_tokens"]
