@@ -8,6 +8,7 @@ from hashlib import sha256
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_images import images_of
 from toy_node import BLOCK, Node
 
 from pdserve.hashing import BlockHashes, hash_block_tokens, root_hash, short_block_hashes
@@ -173,7 +174,7 @@ def submit(node: Node, rid: int, number: int) -> int:
 
 def test_engine_serves_no_prompt_with_the_kv_of_another_image() -> None:
     """One image has equal size and ids, the other prompt equal ids without an image."""
-    node = Node(64, 1)
+    node = Node(64, 1, images=images_of(64))
     assert BLOCK == 4
     assert submit(node, 1, number=0) == 0
     assert submit(node, 2, number=1) == 4, "the text before the image"
