@@ -25,7 +25,7 @@ from pdserve.images import ImageInput, Images
 from pdserve.records import EncodedImage, NewSequence, ScheduledSequence, StepPlan
 from runner.models.vision.embeddings import ImageEmbeddings, ImagePart
 from runner.models.vision.inputs import ImageInputs
-from runner.models.vision.towers import AnyTower
+from runner.models.vision.towers import AnyVisionTower
 from runner.pinned_memory import copied, copied_bytes
 from runner.placement import TensorPlacement
 from runner.step_parts import StepFeature, StepPart
@@ -81,7 +81,7 @@ class ImageEncoding(StepFeature[Any]):
     """Works for every runner: it needs the plan alone."""
 
     def __init__(
-        self, config: NodeConfig, inputs: ImageInputs, tower: AnyTower | None, placement: TensorPlacement
+        self, config: NodeConfig, inputs: ImageInputs, tower: AnyVisionTower | None, placement: TensorPlacement
     ) -> None:
         """``tower`` is None on later stages, and on nodes that continue prompts of peers."""
         self._inputs = inputs

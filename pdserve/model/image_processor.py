@@ -172,9 +172,10 @@ def _read_pixtral(model_dir: Path, fields: ConfigFields, vision: PixtralVision) 
             )
     side = fields.part("size").integer("longest_edge", _PIXTRAL_SIDE)
     cell = vision.patch_size * vision.merge_size
-    if not cell <= side <= _MAX_PIXTRAL_SIDE:
+    most = min(_MAX_PIXTRAL_SIDE, (MAX_GRID - 1) * cell)
+    if not cell <= side <= most:
         raise fields.error(
-            f"asks for sides of at most {side} pixels; it must be a number from {cell} to {_MAX_PIXTRAL_SIDE}. {REMEDY}"
+            f"asks for sides of at most {side} pixels; it must be a number from {cell} to {most}. {REMEDY}"
         )
     tokens = _read_tokens(model_dir)
     return ImageProcessor(

@@ -45,14 +45,19 @@ class ExpertSlice:
 
 
 class TransposedExpertSlice:
-    """Columns of one expert in a fused tensor, as rows. It is no range of the stored tensor, so it has no origin."""
+    """Columns of one expert in a fused tensor, as rows. They are no range of the stored tensor, so it has no origin."""
 
     def __init__(self, fused: Any, expert: int, first: int, shape: tuple[int, int]) -> None:
-        self.transposed: str = fused.origin[0]  # the stored tensor
         self._fused = fused
         self._expert = expert
         self._first = first
         self._shape = shape
+
+    @property
+    def transposed(self) -> str:
+        """The stored tensor."""
+        name: str = self._fused.origin[0]
+        return name
 
     def get_shape(self) -> list[int]:
         return list(self._shape)

@@ -20,14 +20,14 @@ from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.weights import check_weights, fill_random, fill_shard
 from runner.models.layers.weight_shard import WeightShard
-from runner.models.vision.towers import AnyTower, make_tower
+from runner.models.vision.towers import AnyVisionTower, make_tower
 from runner.placement import TensorPlacement
 
 _MODEL = "model."  # the first releases have no such beginning of names
 _AT_ONCE = 1 << 25  # values that are read and converted at a time
 
 
-def build_tower(config: NodeConfig, placement: TensorPlacement) -> AnyTower | None:
+def build_tower(config: NodeConfig, placement: TensorPlacement) -> AnyVisionTower | None:
     """Return the empty tower of a rank, None if it encodes no images."""
     if not config.has_tower:
         return None
@@ -37,7 +37,7 @@ def build_tower(config: NodeConfig, placement: TensorPlacement) -> AnyTower | No
 
 
 @torch.inference_mode()
-def load_tower(tower: AnyTower, model_dir: Path, digested: FileStates | None = None) -> None:
+def load_tower(tower: AnyVisionTower, model_dir: Path, digested: FileStates | None = None) -> None:
     """Fill the tower from a checkpoint. Raises CheckpointError.
 
     Its files must be those in ``digested``, unless it is empty.
@@ -47,7 +47,7 @@ def load_tower(tower: AnyTower, model_dir: Path, digested: FileStates | None = N
             fill_shard(model_dir, name, shard, source, _AT_ONCE)
 
 
-def check_tower(tower: AnyTower, model_dir: Path, digested: FileStates | None = None) -> None:
+def check_tower(tower: AnyVisionTower, model_dir: Path, digested: FileStates | None = None) -> None:
     """Raise CheckpointError unless each tensor of a checkpoint's tower has its place in this one. Reads none."""
     with _matched(tower, model_dir, digested):
         pass
@@ -55,7 +55,7 @@ def check_tower(tower: AnyTower, model_dir: Path, digested: FileStates | None = 
 
 @contextmanager
 def _matched(
-    tower: AnyTower, model_dir: Path, digested: FileStates | None
+    tower: AnyVisionTower, model_dir: Path, digested: FileStates | None
 ) -> Iterator[Mapping[str, tuple[WeightShard, FileSlice]]]:
     """Open a checkpoint; give the memory and the stored values of each of the tower's tensors."""
     device = next(tower.parameters()).device
@@ -80,11 +80,11 @@ def _matched(
 
 
 @torch.inference_mode()
-def fill_tower(tower: AnyTower) -> None:
+def fill_tower(tower: AnyVisionTower) -> None:
     """Fill the tower with values that depend on names and shapes only."""
     fill_random(_shards(tower, _MODEL), seed=0)
 
 
-def _shards(tower: AnyTower, prefix: str) -> dict[str, WeightShard]:
+def _shards(tower: AnyVisionTower, prefix: str) -> dict[str, WeightShard]:
     """Return the memory of the tower's tensors by their names in a checkpoint."""
     return {prefix + tower.name + name: WeightShard.full(parameter) for name, parameter in tower.named_parameters()}

@@ -8,6 +8,7 @@ from hashlib import sha256
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_images import images_of
 from toy_node import BLOCK, Node
 
 from pdserve.hashing import BlockHashes, hash_block_tokens, root_hash, short_block_hashes
@@ -173,7 +174,7 @@ def submit(node: Node, rid: int, number: int) -> int:
 
 def test_engine_serves_no_prompt_with_the_kv_of_another_image() -> None:
     """One image has equal size and ids, the other prompt equal ids without an image."""
-    node = Node(64, 1)
+    node = Node(64, 1, images=images_of(64))
     assert BLOCK == 4
     assert submit(node, 1, number=0) == 0
     assert submit(node, 2, number=1) == 4, "the text before the image"
@@ -187,7 +188,7 @@ def test_engine_serves_no_prompt_with_the_kv_of_another_image() -> None:
 
 @pytest.mark.parametrize(("number", "num_blocks"), [(0, 4), (1, 1), (None, 1)])
 def test_a_pull_leases_the_blocks_of_its_images_only(number: int | None, num_blocks: int) -> None:
-    node = Node(64, 1)
+    node = Node(64, 1, images=images_of(64))
     submit(node, 1, number=0)
     images = () if number is None else (ImageSpan(5, 2, 3, digest_of(number)),)
     node.obey(LeaseCached(9, array("I", PROMPT).tobytes(), "", 0, images=images))

@@ -10,9 +10,12 @@ import torch
 import transformers
 from checkpoints import node_config, reference_greedy
 from published_checkpoints import FORMS
+from safetensors.torch import save_file
 from stepper import Stepper
 
 import runner
+from pdserve.errors import CheckpointError
+from pdserve.weights.change import WeightChange
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 15, 40)]
 NUM_TOKENS = 6
@@ -31,3 +34,14 @@ def test_a_published_form_yields_the_tokens_of_transformers(form: str, tmp_path:
             assert sequence.output == reference_greedy(reference, prompt, NUM_TOKENS)
     finally:
         built.close()
+
+
+def test_a_patch_of_transposed_experts_is_refused(tmp_path: Path) -> None:
+    published = FORMS["Qwen3-VL with experts"](tmp_path)
+    built = runner.build(node_config(published.checkpoint, max_model_len=200), lambda stage, fraction: None)
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    patch = tmp_path / "patch.safetensors"
+    save_file({f"{name}.rows.0": torch.zeros(1, 48, 64)}, patch)
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' is stored transposed"):
+        built.change_weights(WeightChange(patch=str(patch)))
+    built.close()

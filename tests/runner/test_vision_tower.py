@@ -20,7 +20,7 @@ from pdserve.model.image_processor import read_image_processor, smart_size
 from pdserve.model.model_config import load_model_config
 from pdserve.model.vision import AnyVision, read_vision
 from runner.loading.tower_weights import fill_tower, load_tower
-from runner.models.vision.towers import AnyTower, make_tower
+from runner.models.vision.towers import AnyVisionTower, make_tower
 from runner.placement import TensorPlacement
 
 CPU = TensorPlacement(torch.device("cpu"), torch.float32, torch.float32)
@@ -52,7 +52,7 @@ def vision_of(checkpoint: Path) -> AnyVision:
     return vision
 
 
-def empty_tower(checkpoint: Path) -> AnyTower:
+def empty_tower(checkpoint: Path) -> AnyVisionTower:
     processor = read_image_processor(checkpoint, vision_of(checkpoint))
     assert processor is not None
     return make_tower(vision_of(checkpoint), processor, CPU)

@@ -77,7 +77,7 @@ class _Encoder(nn.Module):
         self.transformer = _Transformer(config)
 
     def forward(self, values: Tensor, rotary: Rotary) -> Tensor:
-        x = self.ln_pre(F.linear(values, self.patch_conv.weight.flatten(1)))
+        x: Tensor = self.ln_pre(F.linear(values, self.patch_conv.weight.flatten(1)))
         for layer in self.transformer.layers:
             x = layer(x, rotary)
         return x

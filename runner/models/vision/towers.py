@@ -9,10 +9,10 @@ from runner.models.vision.pixtral import PixtralTower
 from runner.models.vision.tower import VisionTower
 from runner.placement import TensorPlacement
 
-AnyTower = VisionTower | PixtralTower
+AnyVisionTower = VisionTower | PixtralTower
 
 
-def make_tower(config: AnyVision, processor: ImageProcessor, placement: TensorPlacement) -> AnyTower:
+def make_tower(config: AnyVision, processor: ImageProcessor, placement: TensorPlacement) -> AnyVisionTower:
     """Return the empty tower."""
     if isinstance(config, PixtralVision):
         return PixtralTower(config, processor, placement)
