@@ -9,10 +9,11 @@ const MOST_BYTES = 8 << 20; // of a file that is sent as it is
 const AS_THEY_ARE = ["image/png", "image/jpeg", "image/webp"]; // other formats become PNG; GIFs may be animated
 const QUALITY = 0.92; // of JPEG and WebP
 
-/** The images beside the message field. `refusal()`: why the model takes none, or "". */
+/** The images beside the message field. `refusal()`: why the model takes none, or ""; `follow(change)`: see main.js. */
 export class Attachments {
-  constructor(refusal) {
+  constructor(refusal, follow) {
     this.refusal = refusal;
+    this.follow = follow;
     this.images = []; // {id, name, width, height, was, url}
     this.reading = Promise.resolve();
     find("attach").addEventListener("click", () => find("files").click());
@@ -52,8 +53,10 @@ export class Attachments {
   }
 
   notice(text) {
-    say(find("notice"), text);
-    find("notice").hidden = !text;
+    this.follow(() => {
+      say(find("notice"), text);
+      find("notice").hidden = !text;
+    });
   }
 
   /** Text is pasted as text, also where a program offers a picture of it. */
@@ -86,17 +89,21 @@ export class Attachments {
   }
 
   #show() {
-    find("attachments").hidden = !this.images.length;
-    find("attachments").replaceChildren(...this.images.map((image) => {
-      const remove = element("button", {type: "button", "aria-label": `Remove ${image.name}`, title: "Remove"}, "×");
-      remove.addEventListener("click", () => {
-        this.images = this.images.filter((each) => each !== image);
-        this.notice("");
-        this.#show();
-        find("entry").focus();
-      });
-      return element("li", {}, element("img", {src: image.url, alt: image.name, title: size(image)}), remove);
-    }));
+    this.follow(() => {
+      find("attachments").hidden = !this.images.length;
+      find("attachments").replaceChildren(...this.images.map((image) => this.#thumbnail(image)));
+    });
+  }
+
+  #thumbnail(image) {
+    const remove = element("button", {type: "button", "aria-label": `Remove ${image.name}`, title: "Remove"}, "×");
+    remove.addEventListener("click", () => {
+      this.images = this.images.filter((each) => each !== image);
+      this.notice("");
+      this.#show();
+      find("entry").focus();
+    });
+    return element("li", {}, element("img", {src: image.url, alt: image.name, title: size(image)}), remove);
   }
 }
 

@@ -20,7 +20,8 @@ let views = [];
 let running = null; // {controller, conversation} of an answer
 let models = []; // {name, sees}
 
-const attachments = new Attachments(() => (model()?.sees === false ? `${model().name} reads text only; it takes no images.` : ""));
+const attachments = new Attachments(
+  () => (model()?.sees === false ? `${model().name} reads text only; it takes no images.` : ""), follow);
 
 // ---------------------------------------------------------------- what is shown
 
