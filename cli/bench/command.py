@@ -24,8 +24,8 @@ from cli.bench.report import Report, check_plot, draw, show
 from cli.bench.requests import Request, chat_body, completion_body, random_prompt, random_text
 from cli.router_url import api_key, base_url
 from pdserve.errors import ConfigError, NodeError, plain
-from pdserve.images import MAX_IMAGES
 from pdserve.host.process import run_command
+from pdserve.images import MAX_IMAGES
 
 _CONCURRENCY = 8
 _OUTPUTS = Range(64, 64)  # tokens of answers to random prompts

@@ -1,7 +1,7 @@
 """Random images of ``pdserve bench``: PNG files of coloured squares, written without a library.
 
-Each row of squares is one random line of pixels, and lines equal to it: a file is a fraction of its pixels, as that of a
-screenshot is, and decoding it takes a server the same work.
+Each row of squares is one random line of pixels, and lines equal to it. So a file is a fraction of its pixels, as the
+file of a screenshot is, and decoding it takes a server the same work.
 """
 
 from __future__ import annotations

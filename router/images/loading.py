@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pdserve.errors import Overloaded, PdserveError, RequestError
 from pdserve.images import MAX_IMAGES, ImageInput
+from pdserve.tracing.spans import CURRENT_SPAN
 from router.images.decoders import DecodedImage, Decoders
 from router.images.source import MAX_BASE64, MAX_FILE_BYTES, ImageSource
 from router.metrics import RouterMetrics
@@ -120,11 +121,16 @@ class ImageLoader:
                 f"than {_MAX_WAITING}; send the request again later"
             )
         self._waiting[client] += len(sources)
+        span = CURRENT_SPAN.get().child("images", {"pdserve.images": len(sources)})
         loaded: list[LoadedImage] = []  # as they come
         tasks = [asyncio.create_task(self._load(source, accepted, loaded), name="image") for source in sources]
         try:
             return await asyncio.gather(*tasks)
+        except PdserveError as exc:
+            span.fail(exc)
+            raise
         finally:
+            span.end()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)

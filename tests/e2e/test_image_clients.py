@@ -9,18 +9,22 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import openai
 import pytest
 from agent_sessions import Answer, ClaudeCode, Codex, Session
+from collector import Collector
 from fleet import MODEL_NAME, Fleet, start_fleet
 from image_checkpoints import CELL, make_image_checkpoint, random_image
 from machine import patience
 from test_recorded_sessions import SESSIONS, connected
+from test_traces import FAST_EXPORT, check_contiguous, traced
 from websockets.sync.client import connect
 
 from cli.main import main
@@ -38,20 +42,34 @@ TINY = (
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Fleet]:
+    """A router that traces the requests whose client asks for it, a prefill node and a decode node."""
     model = tmp_path_factory.mktemp("sees") / "model"
     make_image_checkpoint(model, "qwen3_vl", max_position_embeddings=CONTEXT)
-    decode_flags = (*FLAGS, "--handoff-min-tokens", "0")
-    router_flags = ("--tool-call-parser", "hermes", "--response-store", "memory")
-    with start_fleet(model, 1, 1, True, FLAGS, decode_flags, router_flags) as fleet:
+    traces = ("--traces", collector.url)
+    decode_flags = (*FLAGS, *traces, "--handoff-min-tokens", "0")
+    router_flags = ("--tool-call-parser", "hermes", "--response-store", "memory", *traces, "--trace-sample", "0")
+    with (
+        mock.patch.dict(os.environ, FAST_EXPORT),
+        start_fleet(model, 1, 1, True, (*FLAGS, *traces), decode_flags, router_flags) as fleet,
+    ):
         yield fleet
 
 
 @pytest.fixture(scope="module")
 def client(fleet: Fleet) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False) as http, openai.OpenAI(
-        base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=patience(60), http_client=http
-    ) as client:
+    with (
+        httpx.Client(trust_env=False) as http,
+        openai.OpenAI(
+            base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=patience(60), http_client=http
+        ) as client,
+    ):
         yield client
 
 
@@ -134,6 +152,20 @@ def test_turns_over_a_websocket_see_earlier_images(client: openai.OpenAI, fleet:
 
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "error")
+
+
+def test_trace_shows_the_images_of_a_request(fleet: Fleet, collector: Collector) -> None:
+    content = [{"type": "image_url", "image_url": {"url": url(3, 3, seed)}} for seed in (5, 6)]
+    body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 8}
+    with connected(fleet) as client:
+        answer = client.post("/v1/chat/completions", json=body, headers=traced())
+    assert answer.status_code == 200, answer.text
+    root = collector.wait(answer.headers["x-request-id"], "generate", "decode node", "prefill node", "lease")
+    loaded = root.child("prepare").child("images")
+    at_p = root.child("generate").child("decode node").child("handoff").child("prefill node")
+    assert root.attributes["pdserve.image_tokens"] == 18
+    assert loaded.attributes["pdserve.images"] == at_p.child("images").attributes["pdserve.images"] == 2
+    check_contiguous(at_p.child("images"), at_p.child("queue"), at_p.child("prefill"))
 
 
 def test_bench_reports_tokens_of_images(fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
