@@ -230,6 +230,8 @@ class NodeGeneration:
 
     def _send_to_engine(self, mode: Mode) -> None:
         request = self.message
+        if self._awaited:
+            self.trace.on_pixels(len(self._awaited))
         submit = Submit(
             rid=self.rid,
             token_ids=self.token_ids,

@@ -58,6 +58,7 @@ class RequestTrace:
         self._started_at = time.monotonic()
         self._since = self._started_at  # when the stage began
         self._parts: dict[str, float] = {}  # seconds
+        self._pixels_seconds = 0.0
         self._handoff = NO_SPAN
         self._transfer = NO_SPAN
         self._num_reads = 0  # ended
@@ -71,6 +72,12 @@ class RequestTrace:
     def on_fetched(self, fetched: Fetched) -> None:
         """Record a fetch of cached blocks from host memory or disk, whether it succeeded or not."""
         record_fetch(self.span, fetched)
+
+    def on_pixels(self, num_images: int) -> None:
+        """Record that the pixels have come which this node needs. The wait for them is a part of the queue's time."""
+        now = time.monotonic()
+        self.span.child("images", {"pdserve.images": num_images}, start=self._since).end(now)
+        self._pixels_seconds = now - self._since
 
     def on_reserve(self) -> None:
         self._stage = TraceStage.RESERVE
@@ -138,6 +145,7 @@ class RequestTrace:
         ``queued``: seconds that a prompt computed here waited. ``computed``: its span's attributes, with its length.
         """
         if self._stage is TraceStage.PROMPT:
+            queued += self._pixels_seconds
             self._end_part("queue", min(self._since + queued, time.monotonic()))
             self._end_part("prefill", attributes=computed)
             self._on_first_token()

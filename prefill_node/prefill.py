@@ -83,7 +83,12 @@ class Prefill(LeasedPrompt):
             age=request.age_ms / 1000,
             images=images_from_pb(request.images),
         )
-        self._pixels = uploads.when_ready(submit.images, partial(self._prompts.engine.send, submit), self.fail)
+        self._pixels = uploads.when_ready(submit.images, partial(self._send_to_engine, submit), self.fail)
+
+    def _send_to_engine(self, submit: Submit) -> None:
+        if submit.images:
+            self.trace.on_pixels(len(submit.images))
+        self._prompts.engine.send(submit)
 
     def after_step(self, action: Callable[[], None]) -> None:
         """Run ``action`` after the next step decoded ahead, or at once if there will be none.

@@ -18,11 +18,11 @@ _KINDS = {
 
 # Only scripts, styles and data of this router; no markup from strings; no framing by other pages.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src {}; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types {}"
 )
 HEADERS = {
-    "content-security-policy": f"{_POLICY}'none'",
+    "content-security-policy": _POLICY.format("'self'", "'none'"),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -30,12 +30,16 @@ HEADERS = {
 }
 
 
-def read_page(package: str, index_path: str, folder_path: str, sanitizer: str = "'none'") -> dict[str, Response]:
+def read_page(
+    package: str, index_path: str, folder_path: str, sanitizer: str = "'none'", images: str = "'self'"
+) -> dict[str, Response]:
     """Return the responses of ``page/`` in a package by path: index.html at ``index_path``, others in the folder.
 
-    ``sanitizer`` is the trusted types policy that alone may turn strings into markup on this page.
+    ``sanitizer`` is the trusted types policy that alone may turn strings into markup on this page, ``images`` the
+    sources of its images.
     """
-    headers = HEADERS | {"content-security-policy": _POLICY + sanitizer, "cache-control": "no-cache"}
+    policy = _POLICY.format(images, sanitizer)
+    headers = HEADERS | {"content-security-policy": policy, "cache-control": "no-cache"}
     responses: dict[str, Response] = {}
     for name, file in _files(files(package).joinpath("page")):
         path = index_path if name == "index.html" else f"{folder_path}/{name}"

@@ -17,13 +17,15 @@ from rich.console import Console
 
 from cli.bench.datasets import read_dataset
 from cli.bench.flags import Range, make_parser
-from cli.bench.http_load import CHATS, Endpoint, ServerError, Trace, complete, first_model
+from cli.bench.http_load import CHATS, COMPLETIONS, Endpoint, ServerError, Trace, complete, first_model
+from cli.bench.images import random_image_url
 from cli.bench.progress import progress
 from cli.bench.report import Report, check_plot, draw, show
 from cli.bench.requests import Request, chat_body, completion_body, random_prompt, random_text
 from cli.router_url import api_key, base_url
 from pdserve.errors import ConfigError, NodeError, plain
 from pdserve.host.process import run_command
+from pdserve.images import MAX_IMAGES
 
 _CONCURRENCY = 8
 _OUTPUTS = Range(64, 64)  # tokens of answers to random prompts
@@ -39,6 +41,9 @@ def bench(args: argparse.Namespace) -> int:
         check_plot()
     if args.vocab < 2:
         raise ConfigError(f"--vocab {args.vocab} is too small; use 2 or more")
+    if args.image:
+        _check_images(args)
+    args.endpoint = args.endpoint or (CHATS if args.image else COMPLETIONS)
     for flag, file in (("--json", args.json), ("--plot", args.plot)):
         _check_file(flag, file)
     if args.dataset_path is None and args.dataset_name not in (None, "random"):
@@ -57,6 +62,14 @@ def bench(args: argparse.Namespace) -> int:
     return 1 if report.failed else 0
 
 
+def _check_images(args: argparse.Namespace) -> None:
+    """Raises ConfigError."""
+    if args.endpoint == COMPLETIONS:
+        raise ConfigError(f"--image sends chats; leave out --endpoint {COMPLETIONS}")
+    if (number := sum(size.number for size in args.image)) > MAX_IMAGES:
+        raise ConfigError(f"--image asks for {number} images in a request, the limit is {MAX_IMAGES}; ask for fewer")
+
+
 def _check_file(flag: str, file: Path | None) -> None:
     """Raise ConfigError before the load if its figures could not be written after it."""
     if file is not None and (not file.parent.is_dir() or file.is_dir() or not os.access(file.parent, os.W_OK)):
@@ -66,6 +79,8 @@ def _check_file(flag: str, file: Path | None) -> None:
 async def _measure(args: argparse.Namespace) -> Report:
     endpoint = Endpoint.of(base_url(args.url), api_key(args))
     requests = _requests(args, random.Random(args.seed), args.num_warmups + args.num_prompts)
+    if args.image:
+        requests = _with_images(args, requests)
     try:
         model = args.model or await first_model(endpoint)
     except ServerError as exc:
@@ -106,6 +121,13 @@ def _requests(args: argparse.Namespace, rng: random.Random, number: int) -> list
     ids = random_prompt(rng, prefix, args.vocab)
     prompts = [ids + random_prompt(rng, rng.randint(*inputs), args.vocab) for _ in range(number)]
     return [Request(0.0, prompt, rng.randint(*outputs)) for prompt in prompts]
+
+
+def _with_images(args: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
+    """Return requests with images of their own."""
+    rng = random.Random(f"images {args.seed}")
+    sizes = [size for size in args.image for _ in range(size.number)]
+    return [request._replace(images=tuple(random_image_url(rng, size) for size in sizes)) for request in requests]
 
 
 async def _send_all(
@@ -149,4 +171,5 @@ def _load_text(args: argparse.Namespace) -> str:
     if args.dataset_path is not None:
         answers = f"answers of {args.random_output_len}" if args.random_output_len else "answers as long as there"
         lengths = f"prompts of {args.dataset_path.name}, {answers}"
-    return f"{args.num_prompts:,} requests, {', at most '.join(pace)}; {lengths}; seed {args.seed}"
+    images = f"images of {', '.join(map(str, args.image))}; " if args.image else ""
+    return f"{args.num_prompts:,} requests, {', at most '.join(pace)}; {lengths}; {images}seed {args.seed}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cli.bench.http_load import CHATS, COMPLETIONS
+from cli.bench.images import parse_image_size
 from cli.router_url import add_router_url
 from pdserve.errors import shown
 from pdserve.flags.parser import CommandParser, command_parser
@@ -69,7 +70,9 @@ def make_parser() -> CommandParser:
     rate = "requests per second with Poisson arrivals (default: the next request starts when one has ended)"
     add("--request-rate", type=_positive, metavar="R", help=rate)
     path = f"path of the requests: {COMPLETIONS} (default), or {CHATS}, whose random prompts are words, not tokens"
-    add("--endpoint", choices=(COMPLETIONS, CHATS), default=COMPLETIONS, metavar="PATH", help=path)
+    add("--endpoint", choices=(COMPLETIONS, CHATS), metavar="PATH", help=path)
+    images = f"random images of this size in each request, which goes to {CHATS}; N: so many of them; may be repeated"
+    add("--image", type=parse_image_size, action="append", default=[], metavar="WxH[xN]", help=images)
     add("--dataset-name", choices=("random", "sharegpt", "custom"), metavar="NAME", help=argparse.SUPPRESS)
     dataset = (
         'prompts of a file in place of random ones: ShareGPT\'s JSON, or lines of {"prompt": …, "output_tokens": …}; '

@@ -44,6 +44,7 @@ class Trace:
     num_tokens: int = 0  # output tokens
     prompt_tokens: int = 0  # reported by the server
     cached_tokens: int = 0  # prompt tokens from its prefix cache
+    image_tokens: int | None = None  # prompt tokens that are images; None: the server does not report them
     reports_cache: bool = False  # False: the server does not report cached tokens
     error: str = ""
 
@@ -166,6 +167,7 @@ class _Choice(msgspec.Struct):
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    image_tokens: int | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -232,6 +234,7 @@ class EventReader(StreamReader):
             trace.prompt_tokens = event.usage.prompt_tokens
             trace.reports_cache = details is not None and details.cached_tokens is not None
             trace.cached_tokens = (details and details.cached_tokens) or 0
+            trace.image_tokens = details and details.image_tokens
 
 
 async def complete(

@@ -21,6 +21,7 @@ from pdserve.errors import ConfigError
 
 _BINS = 8  # bins of a histogram
 _BAR = 40  # columns
+_UNSAID = "the server does not say"
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,17 @@ class Report:
         return sum(counts) if counts else None
 
     @property
+    def images(self) -> int:
+        pairs = zip(self.traces, self.requests, strict=True)
+        return sum(len(request.images) for trace, request in pairs if not trace.error)
+
+    @property
+    def image_tokens(self) -> int | None:
+        """Prompt tokens that are images; None if the server does not report them."""
+        counts = [trace.image_tokens for trace in self.good if trace.image_tokens is not None]
+        return sum(counts) if counts else None
+
+    @property
     def output_tokens(self) -> int:
         return sum(trace.num_tokens for trace in self.good)
 
@@ -90,6 +102,8 @@ class Report:
             "output_tokens_per_s": round(self.output_tokens / self.seconds, 1),
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "images": self.images,
+            "image_tokens": self.image_tokens,
             **{f"{name.lower()}_ms": percentiles(values) for name, values in self.series().items()},
         }
 
@@ -128,7 +142,11 @@ def _throughput(report: Report) -> Table:
     )
     table.add_row("output", f"{count(report.output_tokens)} tokens, {rate(report.output_tokens / report.seconds)}/s")
     table.add_row("prompts", f"{count(report.prompt_tokens)} tokens, {rate(report.prompt_tokens / report.seconds)}/s")
-    share = "the server does not say"
+    share = _UNSAID
+    if report.images:
+        tokens = report.image_tokens
+        said = _UNSAID if tokens is None else f"{count(tokens)} of the prompts' tokens"
+        table.add_row("images", f"{count(report.images)}, {rate(report.images / report.seconds)}/s: {said}")
     if cached is not None:
         share = (
             f"{count(cached)} of {count(report.prompt_tokens)} prompt tokens, {percent(cached / report.prompt_tokens)}"

@@ -19,6 +19,7 @@ class Request(NamedTuple):
     prompt: list[int]  # token ids
     num_tokens: int  # output tokens, exactly
     text: str = ""  # prompt text, if there are no token ids
+    images: tuple[str, ...] = ()  # data: URLs before the text, in a chat
 
     @property
     def size(self) -> int:
@@ -44,7 +45,11 @@ def completion_body(model: str, request: Request, salt: str = "") -> bytes:
 
 def chat_body(model: str, request: Request) -> bytes:
     """Return the body of a streamed greedy chat with one message."""
-    messages = [{"role": "user", "content": request.text}]
+    content: Any = request.text
+    if request.images:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in request.images]
+        content = [*parts, {"type": "text", "text": request.text}]
+    messages = [{"role": "user", "content": content}]
     return msgspec.json.encode({"model": model, "messages": messages} | _common(request))
 
 

@@ -1,7 +1,7 @@
 """Times one prompt of a peer, as spans and as a log line.
 
-load, pull ─► queue ─► prefill ─► first tokens
-                          └ lease ──────────────────────► released, aborted or expired
+images, load, pull ─► queue ─► prefill ─► first tokens
+                                  └ lease ──────────────────────► released, aborted or expired
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ class PromptTrace:
         self._num_tokens = num_tokens
         self.span = span
         self._log = log
-        self._arrived_at = time.monotonic()
+        self._queued_at = time.monotonic()
         self._leased_at = 0.0  # 0: not yet
 
     @property
     def log_fields(self) -> dict[str, object]:
         return request_fields(self.request_id, self.span.trace_id)
+
+    def on_pixels(self, num_images: int) -> None:
+        """The pixels of the prompt's images are there; it goes to the engine now."""
+        now = time.monotonic()
+        self.span.child("images", {"pdserve.images": num_images}, start=self._queued_at).end(now)
+        self._queued_at = now
 
     def on_part(self, num_tokens: int, num_blocks: int) -> None:
         """``num_blocks`` more blocks were announced, up to the first ``num_tokens`` of the prompt."""
@@ -50,8 +56,8 @@ class PromptTrace:
         ``costs`` are this node's.
         """
         now = time.monotonic()
-        begun = min(self._arrived_at + queued, now)
-        self.span.child("queue", start=self._arrived_at).end(begun)
+        begun = min(self._queued_at + queued, now)
+        self.span.child("queue", start=self._queued_at).end(begun)
         attributes = prefill_attributes(costs, self._num_tokens - cached_tokens)
         self.span.child("prefill", attributes, start=begun).end(now)
         self.span.set({"gen_ai.usage.cache_read.input_tokens": cached_tokens})
@@ -72,7 +78,7 @@ class PromptTrace:
             _log.info(text, self.request_id, cached_tokens, self._num_tokens, extra=extra)
 
     def on_failed(self, error: PdserveError) -> None:
-        self.span.child("prefill", start=self._arrived_at).end()
+        self.span.child("prefill", start=self._queued_at).end()
         self.span.fail(error)
         if self._log:
             extra = request_fields(self.request_id, self.span.trace_id, error=type(error).__name__)

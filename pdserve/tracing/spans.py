@@ -9,6 +9,7 @@ router ──── request ─┬─ prepare, admission
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from enum import Enum
 
 from pdserve.errors import PdserveError
@@ -61,6 +62,9 @@ class Span:
 
 
 NO_SPAN = Span()
+
+#: The span of the work that a router's task does for its request: parents of spans that others record on its way.
+CURRENT_SPAN: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
 
 
 class _ForwardedSpan(Span):

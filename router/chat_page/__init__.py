@@ -12,4 +12,5 @@ _SHARED = ("colors.css", "dom.js", "format.js", "icon.svg")
 
 _DASHBOARD = read_page("router.dashboard", "/dashboard", "/chat")
 PAGE = {f"/chat/{name}": _DASHBOARD[f"/chat/{name}"] for name in _SHARED}
-PAGE |= read_page("router.chat_page", "/", "/chat", sanitizer="dompurify")
+# Images of messages are data: URLs, which load nothing from elsewhere.
+PAGE |= read_page("router.chat_page", "/", "/chat", sanitizer="dompurify", images="'self' data:")

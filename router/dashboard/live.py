@@ -54,6 +54,8 @@ class LiveNodeStats(msgspec.Struct, frozen=True):
     pulled_share: float | None  # share pulled from a peer's cache or moved with a stream; not in ``cached_share``
     tokens_per_drafted_decode: float | None  # output tokens per sequence and step that verifies drafts
     acceptance: float | None  # share of draft tokens that are accepted
+    image_rate: float  # images of prompts that the node computes
+    encoded_share: float | None  # share of images that were encoded; embeddings of the others were cached
 
 
 class LiveNode(msgspec.Struct, frozen=True):

@@ -32,6 +32,8 @@ _NODE_COUNTERS = {
         "handoff_failures",
         "handoff_recomputes",
         "local_prefills",
+        "images_encoded",
+        "image_cache_hits",
     )
 }
 _PEER_COUNTERS = {f"pdserve_kv_read_{name}_total": name for name in ("bytes", "seconds", "failures")}
@@ -111,6 +113,8 @@ class NodeHistory:
         drafted, drafts, accepted = (
             self.rate(f"spec_decode_num_{counted}") for counted in ("drafts", "draft_tokens", "accepted_tokens")
         )
+        encoded = self.rate("images_encoded")
+        images = encoded + self.rate("image_cache_hits")
         return LiveNodeStats(
             leased_blocks=self._samples[-1].leased_blocks,
             prompt_token_rate=prompts,
@@ -120,6 +124,8 @@ class NodeHistory:
             pulled_share=min(1.0, self.rate("pulled_tokens") / prompts) if prompts else None,
             tokens_per_drafted_decode=1.0 + accepted / drafted if drafted else None,
             acceptance=accepted / drafts if drafts else None,
+            image_rate=images,
+            encoded_share=encoded / images if images else None,
         )
 
     def connections(self, reader: str, names: Mapping[str, str]) -> list[LiveConnection]:

@@ -86,5 +86,5 @@ class _Taken:
         if self._unseen:
             warnings.append(f"the model reads text only: {self._unseen} images are placeholders")
         if self._lost:
-            warnings.append(f"stored responses keep no images: {self._lost} images are placeholders")
+            warnings.append(f"the data of stored images is missing: {self._lost} images are placeholders")
         return warnings

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from pdserve.errors import Overloaded, PdserveError, RequestError
 from pdserve.images import MAX_IMAGES, ImageInput
+from pdserve.tracing.spans import CURRENT_SPAN
 from router.images.decoders import DecodedImage, Decoders
 from router.images.source import MAX_BASE64, MAX_FILE_BYTES, ImageSource
 from router.metrics import RouterMetrics
@@ -39,7 +40,7 @@ class LoadedImage:
 
 
 class ImageMemory:
-    """The memory of loaded images, in bytes."""
+    """The memory of images, in bytes: their pixels, and the files of those that a response store will keep."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -61,8 +62,29 @@ class ImageMemory:
                 f"an image takes {size} bytes; of the router's {self.budget} (--image-memory), "
                 f"{self.budget - self.num_bytes} are free; send the request again later"
             )
+        self._count(size, image)
+
+    def hold(self, num_bytes: int, owner: object) -> None:
+        """Count encoded images that a request keeps until its response is stored, for as long as ``owner`` lives.
+
+        Raises Overloaded if they do not fit now, RequestError if they never do.
+        """
+        if num_bytes > self.budget:
+            raise RequestError(
+                f"the images of the conversation have {num_bytes} bytes, more than the {self.budget} of the router's "
+                "--image-memory; send fewer or smaller images, or store: false"
+            )
+        if self.num_bytes + num_bytes > self.budget:
+            raise Overloaded(
+                f"the images of the conversation have {num_bytes} bytes; of the router's {self.budget} "
+                f"(--image-memory), {self.budget - self.num_bytes} are free; send the request again later"
+            )
+        if num_bytes:
+            self._count(num_bytes, owner)
+
+    def _count(self, size: int, owner: object) -> None:
         self.num_bytes += size
-        weakref.finalize(image, self._free, size).atexit = False
+        weakref.finalize(owner, self._free, size).atexit = False
 
     def _free(self, size: int) -> None:
         self.num_bytes -= size
@@ -98,11 +120,16 @@ class ImageLoader:
                 f"than {_MAX_WAITING}; send the request again later"
             )
         self._waiting[client] += len(sources)
+        span = CURRENT_SPAN.get().child("images", {"pdserve.images": len(sources)})
         loaded: list[LoadedImage] = []  # as they come
         tasks = [asyncio.create_task(self._load(source, accepted, loaded), name="image") for source in sources]
         try:
             return await asyncio.gather(*tasks)
+        except PdserveError as exc:
+            span.fail(exc)
+            raise
         finally:
+            span.end()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)

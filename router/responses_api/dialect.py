@@ -36,6 +36,7 @@ from router.responses_api.request import (
     parse_responses,
 )
 from router.responses_api.response_store import ResponseStore, find_conversation
+from router.responses_api.stored_items import image_bytes
 from router.service import ServedModel
 
 
@@ -59,12 +60,14 @@ class ResponsesDialect(GenerateDialect[ResponsesBody]):
         self._running = running
 
     def parse(self, data: bytes) -> ResponsesBody:
-        return parse_responses(data)
+        return parse_responses(data, has_store=self.store is not None)
 
     async def complete(self, body: ResponsesBody, owner: str) -> ResponsesBody:
         return await _complete(body, owner, self.store)
 
     async def prepare(self, body: ResponsesBody, model: ServedModel) -> Prepared:
+        if body.keep_images:
+            model.images.memory.hold(image_bytes(body.items), body)
         with named_as(FIELD_NAMES):
             return await prepare_chat(body, model, always_parsed=True)
 

@@ -66,11 +66,15 @@ def reference_of(item: Item) -> str | None:
 
 
 class InputChat(Conversation):
-    """The chat of a list of items. A model without images refuses those in ``newest``, places of items."""
+    """The chat of a list of items. A model without images refuses those in ``newest``, places of items.
 
-    def __init__(self, newest: Collection[str] = ()) -> None:
+    ``keep_images``: the items are stored later, so their images stay in them.
+    """
+
+    def __init__(self, newest: Collection[str] = (), keep_images: bool = False) -> None:
         super().__init__()
         self._newest = newest
+        self._keep_images = keep_images
         self._call_ids: set[str] = set()
 
     def add_item(self, item: Item, where: str) -> None:
@@ -140,19 +144,19 @@ class InputChat(Conversation):
     def _image(self, part: dict[str, Any], where: str, name: str) -> ImagePart:
         if where not in self._newest and part.get("image_url") is None and part.get("file_id") is None:
             return ImagePart(name, instead=_LOST, lost=True)
-        return image_of_part(part, name, self._instead(where))
+        return image_of_part(part, name, self._instead(where), self._keep_images)
 
     def _instead(self, where: str) -> str:
         return "" if where in self._newest else _UNSEEN
 
 
-def input_chat(items: list[Item], instructions: str | None) -> InputChat:
+def input_chat(items: list[Item], instructions: str | None, keep_images: bool = False) -> InputChat:
     """Convert items to a chat. Raises RequestError."""
     if not items:
         raise RequestError("input is empty; give a text or at least one item", "input")
     if len(items) > MAX_INPUT_ITEMS:
         raise RequestError(f"the input has {len(items)} items; the limit is {MAX_INPUT_ITEMS}, send fewer", "input")
-    chat = InputChat(_newest_messages(items))
+    chat = InputChat(_newest_messages(items), keep_images)
     chat.add_instructions(instructions or "")
     for index, item in enumerate(items):
         chat.add_item(item, where=f"input[{index}]")

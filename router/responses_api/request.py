@@ -94,11 +94,12 @@ CHAT_ONLY = frozenset(
 )
 
 
-class ResponsesBody(ChatBody, kw_only=True, frozen=True):
+class ResponsesBody(ChatBody, kw_only=True, frozen=True, weakref=True):
     """The chat, with the original request. ``messages`` is empty until the items that the input names are read."""
 
     request: ResponsesRequest
     items: list[Item]  # the whole conversation
+    keep_images: bool = False  # the items are stored with their images
     offered: OfferedTools
     prompt_field = "input"
     limit_field = "max_output_tokens"
@@ -110,13 +111,14 @@ class ResponsesBody(ChatBody, kw_only=True, frozen=True):
 
     def with_items(self, items: list[Item]) -> ResponsesBody:
         """Return this body with the whole conversation. Raises RequestError."""
-        chat = input_chat(items, self.request.instructions)
+        chat = input_chat(items, self.request.instructions, self.keep_images)
         return msgspec.structs.replace(self, items=items, messages=chat.joined())
 
 
-def parse_responses(data: bytes) -> ResponsesBody:
+def parse_responses(data: bytes, has_store: bool) -> ResponsesBody:
     """Raises RequestError."""
-    return responses_body(parse_json(data))
+    fields = parse_json(data)
+    return responses_body(fields, keep_images=has_store and fields.get("store") is not False)
 
 
 def parse_compact(data: bytes) -> ResponsesBody:
@@ -130,7 +132,7 @@ def parse_compact(data: bytes) -> ResponsesBody:
     return responses_body(fields)
 
 
-def responses_body(fields: dict[str, Any]) -> ResponsesBody:
+def responses_body(fields: dict[str, Any], keep_images: bool = False) -> ResponsesBody:
     """Raises RequestError."""
     wrong = next((name for name in fields if name in CHAT_ONLY), None)
     if wrong is not None:
@@ -142,11 +144,11 @@ def responses_body(fields: dict[str, Any]) -> ResponsesBody:
     rest = {name: value for name, value in fields.items() if name not in own}
     items = input_items(request.input)
     offered = offered_tools(request.tools)
-    conversation = InputChat() if request.needs_store else input_chat(items, request.instructions)
+    conversation = InputChat() if request.needs_store else input_chat(items, request.instructions, keep_images)
     with named_as(FIELD_NAMES):
         chat = convert({**rest, **_as_chat(request, conversation, offered)}, ChatBody)
         chat_fields = {name: getattr(chat, name) for name in ChatBody.__struct_fields__}
-        body = ResponsesBody(request=request, items=items, offered=offered, **chat_fields)
+        body = ResponsesBody(request=request, items=items, offered=offered, keep_images=keep_images, **chat_fields)
         check_chat(body)
     return body
 

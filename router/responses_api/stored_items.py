@@ -35,7 +35,7 @@ _PARTS = {"message": ("content",), "reasoning": ("content", "summary")}
 _PARTS |= {f"{call}_output": ("output",) for call in ("function_call", "custom_tool_call", "local_shell_call")}
 # Fields with any value: actions, and fields of calls that ran elsewhere.
 _VALUES = {**OF_PROVIDERS, "local_shell_call": ("action",)}
-_TEXTS_OF_PARTS = ("type", "text", "refusal")
+_TEXTS_OF_PARTS = ("type", "text", "refusal", "image_url", "detail")
 _STATUSES = ItemStatus.__args__  # type: ignore[attr-defined]
 
 
@@ -153,7 +153,28 @@ def num_values(item: Item) -> int:
     return total
 
 
+def image_bytes(items: Iterable[Item]) -> int:
+    """Return the characters of the images in items."""
+    return sum(
+        len(part["image_url"])
+        for item in items
+        for name in _PARTS.get(item.get("type", "message"), ())
+        if isinstance(item.get(name), list)
+        for part in map(_with_url, item[name])
+        if isinstance(part, dict) and isinstance(part.get("image_url"), str)
+    )
+
+
+def _with_url(part: Any) -> Any:
+    """Return a part whose image is a URL: that of chats is an object."""
+    image = part.get("image_url") if isinstance(part, dict) else None
+    if not isinstance(image, dict):
+        return part
+    return {**part, "image_url": image.get("url"), "detail": image.get("detail", part.get("detail"))}
+
+
 def _stored_part(part: dict[str, Any]) -> dict[str, Any]:
+    part = _with_url(part)
     stored: dict[str, Any] = {name: part[name] for name in _TEXTS_OF_PARTS if isinstance(part.get(name), str)}
     return {**stored, "annotations": []} if stored.get("type") == "output_text" else stored
 

@@ -123,7 +123,7 @@ def parse_turn(data: bytes) -> ResponsesBody:
     if fields.get("background") or fields.get("stream") is False:
         name = "background" if fields.get("background") else "stream"
         raise RequestError(f"{name} is a parameter of HTTP; leave it out, responses arrive as events", name)
-    return responses_body({**fields, "stream": True})
+    return responses_body({**fields, "stream": True}, keep_images=True)
 
 
 def _kept(final: ResponseObject, before: list[Item]) -> _Kept:

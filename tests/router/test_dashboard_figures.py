@@ -127,6 +127,8 @@ def status(reads: int, peer: str = 'p"1\\', handoffs: int = 0, connected: bool =
         "pdserve_spec_decode_num_drafts_total": 20.0 * reads,
         "pdserve_spec_decode_num_draft_tokens_total": 60.0 * reads,
         "pdserve_spec_decode_num_accepted_tokens_total": 30.0 * reads,
+        "pdserve_images_encoded_total": 3.0 * reads,
+        "pdserve_image_cache_hits_total": 1.0 * reads,
         "pdserve_handoffs_total": float(handoffs),
         series("pdserve_kv_read_bytes_total", peer=peer): 1e9 * reads,
         series("pdserve_kv_read_seconds_total", peer=peer): 0.5 * reads,
@@ -155,6 +157,8 @@ def test_two_status_samples_give_rates() -> None:
     assert stats.pulled_share == pytest.approx(0.2)
     assert stats.tokens_per_drafted_decode == pytest.approx(2.5)
     assert stats.acceptance == pytest.approx(0.5)
+    assert stats.image_rate == pytest.approx(8)
+    assert stats.encoded_share == pytest.approx(0.75)
     assert stats.leased_blocks == 7
     (connection,) = history.connections("d", {'p"1\\': "p-one"})
     assert (connection.prefill, connection.decode, connection.transport) == ("p-one", "d", "shm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,8 @@ from scripted_node import Conversation, ScriptedNode
 
 from pdserve.images import ImageInput
 from pdserve.rpc.protobuf import images_from_pb
+from router.images.loading import ImageMemory
 from router.responses_api.compaction import PROMPT
-from router.responses_api.stored_items import stored_item
 from router.text.chat.image_parts import ImagePart
 from router.text.chat.template import RenderRequest
 from router.text.tokenizer import Tokenizer
@@ -78,6 +79,15 @@ class Asked:
         body = json.dumps({"model": MODEL, **fields}).encode()
         status, answer = self._runner.run(asyncio.wait_for(self._router.post(path, body), patience(60)))
         return status, json.loads(answer)
+
+    def get(self, path: str) -> Any:
+        status, answer = self._runner.run(asyncio.wait_for(self._router.get(path), patience(60)))
+        assert status == 200, answer
+        return json.loads(answer)
+
+    @property
+    def image_memory(self) -> ImageMemory:
+        return self._router.service.images.memory
 
     def error(self, path: str, **fields: Any) -> str:
         status, answer = self.post(path, **fields)
@@ -371,12 +381,58 @@ def test_chat_that_ends_with_an_image_is_refused(ask: Asked) -> None:
     ask.generate(CHAT, messages=[user(image_url(0))], chat_template=template + "c")
 
 
-def test_continued_response_reads_a_placeholder_for_a_stored_image(ask: Asked, tokenizer: Tokenizer) -> None:
-    first, _ = ask.generate(RESPONSES, input=[user(input_image(0), text("See?", "input_text"))])
-    answer, got = ask.generate(RESPONSES, input="And now?", previous_response_id=first["id"])
+CALL = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+
+
+def test_continued_responses_see_the_images_of_all_turns_before(ask: Asked, tokenizer: Tokenizer) -> None:
+    first, _ = ask.generate(RESPONSES, input=[user(input_image(0), text("See?", "input_text")), CALL])
+    url = {"type": "image_url", "image_url": {"url": URLS[1], "detail": "low"}}
+    output = {"type": "function_call_output", "call_id": "1", "output": [url]}
+    second, got = ask.generate(RESPONSES, input=[output], previous_response_id=first["id"])
+    assert [(span.rows, span.columns) for span in images_from_pb(got.message.images)] == CELLS
+    answer, again = ask.generate(RESPONSES, input="And now?", previous_response_id=second["id"])
+    assert again.prompt[: len(got.prompt)] == got.prompt
+    assert again.message.images == got.message.images
+    assert "warnings" not in answer
+
+
+def test_stored_items_show_their_images(ask: Asked) -> None:
+    first, _ = ask.generate(RESPONSES, input=[user(input_image(0, detail="high"))])
+    listed = ask.get(f"{RESPONSES}/{first['id']}/input_items")
+    assert listed["data"][0]["content"] == [{"type": "input_image", "image_url": URLS[0], "detail": "high"}]
+    item = listed["data"][0]["id"]
+    _, got = ask.generate(RESPONSES, input=[{"type": "item_reference", "id": item}, user(input_image(1))])
+    assert [(span.rows, span.columns) for span in images_from_pb(got.message.images)] == CELLS
+
+
+def test_stored_image_without_data_is_a_placeholder(ask: Asked, tokenizer: Tokenizer) -> None:
+    """Earlier versions stored none."""
+    lost = user({"type": "input_image"}, text("See?", "input_text"))
+    answer, got = ask.generate(RESPONSES, input=[lost, user(text("And now?", "input_text"))])
     assert "[an image, which is not stored]\nSee?" in tokenizer.decode(got.prompt)
-    assert "stored responses keep no images: 1 images are placeholders" in answer["warnings"][0]
+    assert "1 images are placeholders" in answer["warnings"][0]
     assert not got.message.images
+
+
+def test_images_that_will_be_stored_count_as_image_memory(ask: Asked) -> None:
+    memory = ask.image_memory
+    gc.collect()
+    before = memory.num_bytes
+    budget = memory.budget
+    pixels = CELLS[0][0] * CELLS[0][1] * CELL**2 * 3
+    memory.budget = before + pixels + len(URLS[0]) - 1
+    try:
+        asked = [user(input_image(0))]
+        ask.generate(RESPONSES, input=asked, store=False)
+        status, answer = ask.post(RESPONSES, input=asked)
+        assert (status, answer["error"]["code"]) == (503, "overloaded")
+        memory.budget = len(URLS[0]) - 1
+        assert "send fewer or smaller images, or store: false" in ask.error(RESPONSES, input=asked)
+    finally:
+        memory.budget = budget
+    ask.generate(RESPONSES, input=asked)
+    gc.collect()
+    assert memory.num_bytes == before
 
 
 def test_background_response_sees_its_images(ask: Asked, tokenizer: Tokenizer) -> None:
@@ -424,10 +480,14 @@ def test_history_with_a_refused_image_takes_the_next_message(ask_blind: Asked, t
     assert answer["warnings"] == ["the model reads text only: 1 images are placeholders"]
 
 
-def test_data_of_images_is_neither_stored_nor_shown() -> None:
-    item = {"type": "message", **user(input_image(0))}
-    assert IMAGES[0] not in json.dumps(stored_item(item))
+def test_data_of_images_is_not_shown() -> None:
     assert IMAGES[0] not in repr(ImagePart("a", IMAGES[0]))
+
+
+def test_models_name_what_they_take(ask: Asked, ask_blind: Asked) -> None:
+    for asked, modalities in ((ask, ["text", "image"]), (ask_blind, ["text"])):
+        (card,) = asked.get("/v1/models")["data"]
+        assert card["architecture"] == {"input_modalities": modalities, "output_modalities": ["text"]}
 
 
 def test_template_gets_no_data(tokenizer: Tokenizer) -> None:

@@ -24,8 +24,15 @@ class InProcessRouter:
         self._app = app
         self.service = service
 
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of an answer."""
+        return await self._send("GET", path, b"")
+
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Return status and body of an answer."""
+        return await self._send("POST", path, body)
+
+    async def _send(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         pieces = [body[at : at + _PIECE] for at in range(0, len(body), _PIECE)] or [b""]
         messages: list[Message] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
         messages[-1]["more_body"] = False
@@ -44,7 +51,7 @@ class InProcessRouter:
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),

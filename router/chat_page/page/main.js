@@ -1,7 +1,9 @@
 // The chat: conversations at the side, one of them in the middle, and at most one answer that runs.
 
+import {Attachments} from "./attachments.js";
 import {element, find, offer, say, set} from "./dom.js";
 import {EXAMPLE, FOLLOW_UPS} from "./example.js";
+import {putImages, removeOtherImages, restoreImages} from "./image_store.js";
 import {MessageView} from "./messages.js";
 import {load, newConversation, remove, save, titleOf} from "./store.js";
 import {listModels, NeedsKey, setKey, streamChat} from "./stream.js";
@@ -16,10 +18,18 @@ let conversations = load();
 let current = conversations[0] ?? newConversation();
 let views = [];
 let running = null; // {controller, conversation} of an answer
+let models = []; // {name, sees}
+
+const attachments = new Attachments(
+  () => (model()?.sees === false ? `${model().name} reads text only; it takes no images.` : ""), follow);
 
 // ---------------------------------------------------------------- what is shown
 
+const model = () => models.find(({name}) => name === find("model").value);
+
 function showAll() {
+  const shown = current;
+  restoreImages(shown).then((changed) => changed && shown === current && showAll());
   views = current.messages.map((message, index) => new MessageView(message, retry, (text) => edit(index, text)));
   find("log").replaceChildren(...views.map((view) => view.element));
   views.forEach((view, index) => view.show(index === views.length - 1 && !running ? "last" : ""));
@@ -52,8 +62,9 @@ function showFollowUps() {
   });
 }
 
-function showToy() {
+function showModel() {
   find("toy").hidden = find("model").value !== EMBEDDED_MODEL;
+  find("attach").hidden = !model()?.sees;
 }
 
 function showSide() {
@@ -104,11 +115,18 @@ function keep(conversation) {
 /** Messages to send: without exchanges that failed before the first token. */
 function history({settings, messages}) {
   const sent = settings.system?.trim() ? [{role: "system", content: settings.system}] : [];
-  messages.forEach(({role, content}, index) => {
+  messages.forEach(({role, content, images}, index) => {
     const failed = role === "user" && messages[index + 1]?.error && !messages[index + 1].content;
-    if (content && !failed) sent.push({role, content});
+    if ((content || images) && !failed) sent.push({role, content: contentOf(content, images)});
   });
   return sent;
+}
+
+/** A model that reads text only gets a word in place of an image: another model has seen it. */
+function contentOf(text, images) {
+  if (!images) return text;
+  const parts = images.map(({url}) => (url && model()?.sees ? {type: "image_url", image_url: {url}} : {type: "text", text: "[image]"}));
+  return text ? [...parts, {type: "text", text}] : parts;
 }
 
 function bodyOf(conversation) {
@@ -122,7 +140,6 @@ function bodyOf(conversation) {
 
 async function answer() {
   const conversation = current;
-  const body = bodyOf(conversation);
   const message = {role: "assistant", content: "", reasoning: "", stats: null, error: ""};
   conversation.messages.push(message);
   keep(conversation);
@@ -136,7 +153,8 @@ async function answer() {
   };
   let seen = {prefillNode: "", decodeNode: "", usage: null, finish: ""};
   try {
-    seen = await ask(body, conversation, running.controller.signal, ({content, reasoning}, soFar) => {
+    await restoreImages(conversation);
+    seen = await ask(bodyOf(conversation), conversation, running.controller.signal, ({content, reasoning}, soFar) => {
       seen = soFar;
       timing.last = performance.now();
       timing.first ??= timing.last;
@@ -194,21 +212,27 @@ function retry() {
 /** Send a message again with another text. What came after it is dropped. */
 function edit(index, text) {
   if (running) return;
-  current.messages.splice(index, Infinity, {role: "user", content: text});
+  current.messages.splice(index, Infinity, {...current.messages[index], content: text});
   answer();
 }
 
-function submit(content) {
-  if (running || !content.trim() || !find("door").hidden) return false;
-  current.messages.push({role: "user", content});
+function submit(content, images = []) {
+  if (running || !(content.trim() || images.length) || !find("door").hidden) return false;
+  current.messages.push(images.length ? {role: "user", content, images} : {role: "user", content});
   answer();
+  putImages(images); // after the conversation is stored: other tabs remove images without one
   return true;
 }
 
-/** Send the message field, unless an answer runs or a key is missing. */
-function submitEntry() {
-  const content = find("entry").value;
-  if (submit(content)) find("entry").value = "";
+/** Send the message field and its images, unless an answer runs or a key is missing. */
+async function submitEntry() {
+  await attachments.reading;
+  const refusal = attachments.images.length && attachments.refusal();
+  if (refusal) return attachments.notice(`${refusal} Remove them, or choose another model.`);
+  if (submit(find("entry").value, attachments.images)) {
+    find("entry").value = "";
+    attachments.take();
+  }
 }
 
 find("composer").addEventListener("submit", (event) => {
@@ -241,7 +265,7 @@ find("settings-button").addEventListener("click", () => follow(() => {
   find("settings").hidden = !find("settings").hidden;
   set(find("settings-button"), "aria-expanded", String(!find("settings").hidden));
 }));
-find("model").addEventListener("change", showToy);
+find("model").addEventListener("change", showModel);
 find("example").addEventListener("click", () => {
   find("entry").value = EXAMPLE;
   find("entry").focus();
@@ -271,10 +295,10 @@ find("door").addEventListener("submit", (event) => {
 
 async function begin() {
   try {
-    const names = await listModels();
-    find("model").replaceChildren(...names.map((name) => element("option", {}, name)));
+    models = await listModels();
+    find("model").replaceChildren(...models.map(({name}) => element("option", {}, name)));
     find("model").disabled = false;
-    showToy();
+    showModel();
     find("entry").focus();
   } catch (error) {
     if (error instanceof NeedsKey) wantKey(error.refused);
@@ -283,5 +307,6 @@ async function begin() {
 }
 
 showAll();
+removeOtherImages(conversations);
 begin();
 offer(find("dashboard"));

@@ -11,6 +11,7 @@ export class MessageView {
     this.message = message;
     this.onEdit = onEdit;
     this.text = element("div", {class: "text"});
+    this.pictures = element("div", {class: "pictures"});
     this.reasoning = element("div", {class: "text"});
     this.thoughts = element("details", {class: "thoughts"}, element("summary", {}, "Reasoning"), this.reasoning);
     this.error = element("p", {class: "trouble", role: "alert"});
@@ -23,14 +24,17 @@ export class MessageView {
     this.tools = element("p", {class: "tools"}, copyButton(() => message.content), own);
     const name = message.role === "user" ? "You" : "Model";
     this.element = element("li", {class: `message ${message.role}`},
-      element("h2", {class: "unseen"}, name), this.thoughts, this.text, this.error, this.served, this.tools);
+      element("h2", {class: "unseen"}, name), this.thoughts, this.pictures, this.text, this.error, this.served, this.tools);
   }
 
   /** `state`: "running", "last" (can be tried again) or "". */
   show(state = "") {
-    const {role, content, reasoning, stats, error} = this.message;
+    const {role, content, images, reasoning, stats, error} = this.message;
     if (role === "user") say(this.text, content);
     else showMarkdown(this.text, content);
+    this.text.hidden = Boolean(images?.length) && !content;
+    this.pictures.hidden = !images?.length;
+    if (images && !this.pictures.childElementCount) this.pictures.append(...images.map(picture));
     this.thoughts.hidden = !reasoning;
     if (reasoning) showMarkdown(this.reasoning, reasoning);
     this.element.classList.toggle("running", state === "running");
@@ -57,7 +61,7 @@ export class MessageView {
     };
     editor.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (entry.value.trim()) this.onEdit(entry.value);
+      if (entry.value.trim() || this.message.images) this.onEdit(entry.value);
     });
     editor.addEventListener("keydown", (event) => {
       if (event.key === "Escape") close();
@@ -71,6 +75,12 @@ export class MessageView {
     this.text.replaceWith(editor);
     entry.focus();
   }
+}
+
+/** `url` is unknown while the database is read, and "" if the image is not there any more. */
+function picture({name, url, width, height}) {
+  if (url) return element("img", {src: url, alt: name, title: `${count(width)} × ${count(height)}`, width, height});
+  return element("span", {class: "quiet"}, url === "" ? `${name}: this image is not stored any more` : name);
 }
 
 /** How fast an answer was, and last the nodes that served it: their names may be long addresses. */

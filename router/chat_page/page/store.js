@@ -1,18 +1,25 @@
 // Conversations in this browser's storage, an entry for each: tabs do not overwrite each other's.
 
+import {removeImages} from "./image_store.js";
+
 const PREFIX = "pdserve-chat-";
 const MOST = 100; // conversations; older ones are removed
 
 const TITLE = 60; // characters
 
-/** {id, updated, settings: {system, temperature, …}, messages: [{role, content, reasoning, stats, error}]} */
+/**
+ * {id, updated, settings: {system, temperature, …}, messages: [{role, content, images, reasoning, stats, error}]}
+ *
+ * Images of messages are {id, name, width, height, was, url}; their URLs are in image_store.js.
+ */
 export function newConversation(settings = {}) {
   return {id: `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`, updated: Date.now(), settings, messages: []};
 }
 
 export function titleOf(conversation) {
   const text = conversation.messages[0]?.content.trim().replace(/\s+/g, " ") ?? "";
-  return text.length > TITLE ? `${text.slice(0, TITLE)}…` : text || "New chat";
+  const untitled = conversation.messages.length ? "Image" : "New chat";
+  return text.length > TITLE ? `${text.slice(0, TITLE)}…` : text || untitled;
 }
 
 /** All stored conversations, the latest first. */
@@ -34,7 +41,7 @@ export function save(conversation) {
   conversation.updated = Date.now();
   const others = load().filter(({id}) => id !== conversation.id);
   while (others.length >= MOST) remove(others.pop());
-  const text = JSON.stringify(conversation);
+  const text = JSON.stringify(conversation, (name, value) => (name === "url" ? undefined : value));
   while (true) {
     try {
       localStorage.setItem(PREFIX + conversation.id, text);
@@ -48,4 +55,5 @@ export function save(conversation) {
 
 export function remove(conversation) {
   localStorage.removeItem(PREFIX + conversation.id);
+  removeImages(conversation);
 }

@@ -42,9 +42,10 @@ async function errorOf(response) {
   }
 }
 
-/** Names of the models, in the router's order. */
+/** The models in the router's order: {name, sees}; `sees`: it takes images. */
 export async function listModels() {
-  return (await (await send("v1/models")).json()).data.map((model) => model.id);
+  const {data} = await (await send("v1/models")).json();
+  return data.map(({id, architecture}) => ({name: id, sees: architecture.input_modalities.includes("image")}));
 }
 
 const nodeOf = (response, role) => decodeURIComponent(response.headers.get(`x-pdserve-${role}-node`) ?? "");

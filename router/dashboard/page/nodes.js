@@ -55,6 +55,7 @@ const CACHED = column("From cache", stat((its) => percent(its.cached_share)),
   ifPresent(({stats}) => [
     stats?.host_share ? `host ${percent(stats.host_share)}` : "",
     stats?.pulled_share ? `pulled ${percent(stats.pulled_share)}` : "",
+    stats?.image_rate ? `${rate(stats.image_rate)} images/s, ${percent(1 - stats.encoded_share)} cached` : "",
   ].filter(Boolean).join(", ")));
 
 const PREFILL = [

@@ -1,6 +1,6 @@
 """Metrics, log line and root span of each request to an endpoint that computes with a model.
 
-    request ─┬─ prepare     body, chat template, tokens, grammar
+    request ─┬─ prepare     body, chat template, tokens, grammar; below it, images
              ├─ admission   waits for a slot at the nodes
              ├─ generate    per prompt and attempt at a decode node
              └─ pool        per call of a prefill node, for embeddings and scores
@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 from pdserve.errors import PdserveError
 from pdserve.logs import request_fields
-from pdserve.tracing.spans import NO_SPAN
+from pdserve.tracing.spans import CURRENT_SPAN, NO_SPAN
 from router.dialect.dialect import Dialect
 from router.errors import status_and_type
 from router.fleet.policy import RoutingHint
@@ -67,6 +67,7 @@ class RequestAccounting:
         if self.span is not NO_SPAN:
             self.span.set({"http.request.method": "POST", "http.route": path, "pdserve.request_id": self.request_id})
         self._stage = self.span.child("prepare")
+        CURRENT_SPAN.set(self._stage)
 
     def use_id(self, request_id: str) -> None:
         """Take the request id of the body, unless a header has set one or ``request_id`` is empty."""
@@ -159,6 +160,8 @@ class RequestAccounting:
             "gen_ai.usage.output_tokens": usage.completion_tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         }
+        if usage.image_tokens:
+            attributes["pdserve.image_tokens"] = usage.image_tokens
         self.span.set(attributes)
         if self._ttft is not None:
             self.span.set({"gen_ai.response.time_to_first_chunk": self._ttft})

@@ -31,6 +31,13 @@ from router.text.prompt import Prompt
 VERSION = __version__
 
 
+class Architecture(msgspec.Struct):
+    """In OpenRouter's form. A model without ready nodes takes text as far as the router knows."""
+
+    input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]
+
+
 class ModelCard(msgspec.Struct):
     id: str
     object: Literal["model"]
@@ -38,6 +45,7 @@ class ModelCard(msgspec.Struct):
     owned_by: str
     root: str
     max_model_len: int | None
+    architecture: Architecture
 
 
 class ModelList(msgspec.Struct):
@@ -137,6 +145,7 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
             owned_by="pdserve",
             root=model.root,
             max_model_len=max_model_len,
+            architecture=Architecture(["text"] if model.fleet.image_input is None else ["text", "image"], ["text"]),
         )
 
     @app.get("/v1/models")

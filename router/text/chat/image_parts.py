@@ -28,7 +28,7 @@ class ImagePart(msgspec.Struct):
     """``data`` is base64, or empty where there is a ``fault``: an error for models that see. Its repr has no data.
 
     A model without images reads ``instead``; without that, the request is refused. The last field is for images of
-    stored responses, which are not stored: all models read ``instead``.
+    stored responses whose data is not there: all models read ``instead``.
     """
 
     name: str  # its place in the request, for errors: "messages[2].content[1]"
@@ -76,12 +76,12 @@ def image_of_base64(data: Any, name: str, instead: str = "") -> ImagePart:
     return ImagePart(name, data, instead=instead)
 
 
-def image_of_part(part: dict[str, Any], name: str, instead: str = "") -> ImagePart:
+def image_of_part(part: dict[str, Any], name: str, instead: str = "", keep: bool = False) -> ImagePart:
     """Read a part of the APIs of OpenAI, of type ``image_url``, ``input_image`` or ``computer_screenshot``.
 
-    The URL is taken out of the part, so that its memory is freed with the ImagePart.
+    Without ``keep`` the URL is taken out of the part, so that its memory is freed with the ImagePart.
     """
-    url = part.pop("image_url", None)
+    url = part.get("image_url") if keep else part.pop("image_url", None)
     detail = part.get("detail")
     if isinstance(url, dict):
         detail = url.get("detail", detail)
