@@ -132,6 +132,7 @@ class NodeClient:
             costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
             images=image_input_from_pb(node.images) if node.HasField("images") else None,
+            continued_images=image_input_from_pb(node.continued_images) if node.HasField("continued_images") else None,
         )
         return self._view
 

@@ -26,7 +26,7 @@ from node.images import uploads
 from pdserve.errors import NodeError, Overloaded, PdserveError, RequestError
 from pdserve.images import ImageInput
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import unpack_tokens
+from pdserve.rpc.protobuf import image_input_to_pb, unpack_tokens
 from router.fleet.fleet import Fleet
 from router.fleet.image_nodes import ImageNodes
 from router.fleet.nodes import Nodes
@@ -45,7 +45,8 @@ OTHER = Picture(2, 3, value=3)
 class Router:
     """A fleet of a router in front of scripted nodes."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+    def __init__(self, nodes: Nodes, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self.nodes = nodes
         self.fleet = fleet
         self.metrics = metrics
 
@@ -70,7 +71,7 @@ async def served(scripted: Sequence[ScriptedImageNode], policy: str) -> AsyncIte
         nodes.listed(role, frozenset(node.address for node in scripted if node.description.role == role))
     try:
         await nodes.wait_until(lambda: sum(view.ready for view in nodes.views()) == len(scripted))
-        yield Router(fleet, metrics)
+        yield Router(nodes, fleet, metrics)
     finally:
         await nodes.close()
 
@@ -416,6 +417,28 @@ def test_nodes_that_encode_no_images_get_none() -> None:
         assert not node.seen
 
     run([node], scenario)
+
+
+def test_images_wait_for_the_prefill_node_of_a_decode_node_that_continues_them() -> None:
+    prefill, decode = pair()
+    decode.description.continued_images.CopyFrom(image_input_to_pb(INPUT))
+    decode.scripts[SALT] = saying(5, wait_for=lambda: len(prefill.put) == 1)
+
+    async def scenario(router: Router) -> None:
+        nodes = router.nodes
+        nodes.listed("prefill", frozenset())
+        await nodes.wait_until(lambda: [view.node_id for view in nodes.views()] == ["d"])
+        assert router.fleet.image_input == INPUT
+        error = await refusal_of(router, SMALL)
+        assert isinstance(error, Overloaded)
+        assert "no node of model 'small' that encodes images is ready" in str(error)
+        nodes.listed("prefill", frozenset([prefill.address]))
+        await nodes.wait_until(lambda: sum(view.ready for view in nodes.views()) == 2)
+        request = router.request(SMALL)
+        await request.start()
+        assert await request.wait() == [5]
+
+    run([prefill, decode], scenario)
 
 
 def test_nodes_that_process_images_otherwise_get_none(caplog: pytest.LogCaptureFixture) -> None:
