@@ -15,9 +15,9 @@ from node.context import NodeContext, Role
 from node.reports import NodeReports, sample_bits
 from pdserve import __version__
 from pdserve.config.compatibility import PROTOCOL_VERSION
+from pdserve.images import ImageMode
 from pdserve.ipc.messages import Status
 from pdserve.metrics import flat
-from pdserve.images import ImageMode
 from pdserve.model.pooling import GENERATE, YES_OR_NO
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
