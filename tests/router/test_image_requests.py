@@ -292,7 +292,7 @@ def test_tokenize_and_render_count_the_tokens_of_images(ask: Asked, tokenizer: T
 
 FAULTS: dict[str, tuple[Any, str]] = {
     "http": ({"url": "https://example.com/a.png"}, "an http URL; no image is fetched here"),
-    "another scheme": ({"url": "file:///etc/passwd"}, "without the scheme data"),
+    "another scheme": ({"url": "file:///etc/passwd"}, "has a URL without the scheme data; send the image itself"),
     "no base64": ({"url": "data:image/png,%89PNG"}, "without base64"),
     "no data": ({"url": "data:image/png;base64,"}, "without data"),
     "no URL": ({}, "has no URL"),
