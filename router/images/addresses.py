@@ -9,6 +9,12 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 _GLOBAL_UNICAST = IPv6Network("2000::/3")  # IANA assigns no other addresses to hosts of the internet
+_SPECIAL = (  # registered since, or not in the lists of each Python
+    IPv4Network("192.0.0.0/24"),  # RFC 6890: protocol assignments
+    IPv4Network("192.88.99.0/24"),  # RFC 7526: relays of 6to4
+    IPv6Network("2001::/23"),  # RFC 2928: protocol assignments, Teredo among them
+    IPv6Network("3fff::/20"),  # RFC 9637: documentation
+)
 _NAT64 = IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 
 
@@ -27,12 +33,14 @@ def is_public(text: str, allowed: Sequence[str] = ()) -> bool:
 
 
 def _is_public(address: Address) -> bool:
+    if any(address in network for network in _SPECIAL):
+        return False
     if isinstance(address, IPv4Address):
         return address.is_global and not address.is_multicast
     inner = _embedded(address)
     if inner is not None:
         return _is_public(inner)
-    return address in _GLOBAL_UNICAST and address.is_global and address.teredo is None and address.scope_id is None
+    return address in _GLOBAL_UNICAST and address.is_global and address.scope_id is None
 
 
 def _embedded(address: IPv6Address) -> IPv4Address | None:

@@ -94,7 +94,7 @@ class ImageLoader:
         decoders: Decoders | None = None,
         fetchers: Fetchers | None = None,
     ) -> None:
-        """``memory``: most bytes of pixels. ``decoders`` have their usual limits by default. No ``fetchers``: no URLs."""
+        """``memory``: bytes of pixels. ``decoders`` have their usual limits by default. No ``fetchers``, no URLs."""
         self.memory = ImageMemory(memory)
         self._metrics = metrics
         self._decoders = decoders or Decoders()

@@ -24,7 +24,7 @@ from pdserve.images import MAX_IMAGES, ImageInput, image_digest
 from router.images import decoders as decoders_module
 from router.images import loading
 from router.images.decoders import DECODE_SECONDS, Decoders
-from router.images.decoding import MAX_FILE_PIXELS, decode
+from router.images.decoding import MAX_FILE_PIXELS, decode, measure
 from router.images.loading import ImageLoader, LoadedImage
 from router.images.source import MAX_FILE_BYTES, ImageSource
 from router.metrics import RouterMetrics
@@ -103,6 +103,22 @@ def turned(orientation: int) -> bytes:
     return encoded(random_image(64, 200, 1), "JPEG", exif=upright(orientation))
 
 
+def turned_behind_its_pixels() -> bytes:
+    """Return a PNG whose EXIF is its last chunk but one."""
+    file = encoded(random_image(64, 200, 1))
+    return file[:-12] + chunk(b"eXIf", upright(6).tobytes().removeprefix(b"Exif\0\0")) + file[-12:]
+
+
+def turned_by_xmp() -> bytes:
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", '<x:xmpmeta><rdf tiff:Orientation="8"/></x:xmpmeta>')
+    return encoded(random_image(64, 200, 1), pnginfo=info)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
 FILES: dict[str, Callable[[], bytes]] = {
     "PNG": lambda: encoded(random_image(100, 150, 1)),
     "tiny": lambda: encoded(random_image(1, 1, 1)),
@@ -126,6 +142,8 @@ FILES: dict[str, Callable[[], bytes]] = {
     "palette with transparency": palette_with_transparency,
     **{f"EXIF {orientation}": partial(turned, orientation) for orientation in range(9)},
     "EXIF in PNG": lambda: encoded(random_image(64, 200, 1), exif=upright(6)),
+    "EXIF behind the pixels of a PNG": turned_behind_its_pixels,
+    "orientation in XMP": turned_by_xmp,
     "EXIF in WebP": lambda: encoded(random_image(64, 200, 1), "WEBP", exif=upright(8)),
     "photograph with a preview": lambda: encoded(
         random_image(64, 200, 1), "MPO", save_all=True, append_images=[random_image(16, 16, 2)]
@@ -143,6 +161,7 @@ def test_pixels_are_those_of_the_library(name: str, processor: Any) -> None:
     file = FILES[name]()
     theirs = processor([ImageOps.exif_transpose(Image.open(io.BytesIO(file)))], return_tensors="np")
     mine = decode(file, ACCEPTED)
+    assert measure(file, ACCEPTED) == (mine.height, mine.width)
     _, rows, columns = theirs["image_grid_thw"][0]
     assert (mine.height, mine.width) == (16 * rows, 16 * columns)
     resized = Image.frombytes("RGB", (mine.width, mine.height), mine.data)
@@ -170,10 +189,6 @@ def test_images_come_in_order_with_their_digests() -> None:
 
 
 # ------------------------------------------------------------ attacks
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
 def png_header(width: int, height: int, color: int = 2) -> bytes:
@@ -244,6 +259,22 @@ def test_hostile_files_are_refused_by_their_name_and_no_process_ends() -> None:
         pids = {worker.process._process.pid for worker in loader._decoders._workers._all}
         assert len(pids) == 1, "one process has refused them all"
         assert [image.rows for image in await loader.load([source(PHOTO)], ACCEPTED)] == [6]
+
+    run(scenario)
+
+
+def test_the_size_of_an_image_takes_its_header_only() -> None:
+    async def scenario(loader: ImageLoader) -> None:
+        files = [encoded(random_image(200, 300, 1)), PHOTO]
+        sources = [source(file[: len(file) // 2]) for file in files]
+        assert [(size.rows, size.columns) for size in await loader.measure(sources, ACCEPTED)] == [(6, 9), (6, 6)]
+        assert loader.memory.num_bytes == 0
+        for name in ("HTML", "a bomb's header", "pixel bomb", "long strip", "animated GIF"):
+            make, words = ATTACKS[name]
+            with pytest.raises(RequestError, match=r"size|one side|animated|no complete") as raised:
+                await loader.measure([source(make(), "messages[3].content[1]")], ACCEPTED)
+            assert words in str(raised.value)
+            assert raised.value.param == "messages[3].content[1]"
 
     run(scenario)
 

@@ -30,8 +30,8 @@ NOT_FETCHED = f"has an http URL; no image is fetched here: {_AS_DATA}"  # the fa
 class ImagePart(msgspec.Struct):
     """``data`` is base64, or empty where there is a ``url``, or a ``fault``: an error for models that see.
 
-    Its repr has no data. A model without images reads ``instead``; without that, the request is refused. The last field is for images of
-    stored responses, which are not stored: all models read ``instead``.
+    Its repr has no data. A model without images reads ``instead``; without that, the request is refused. ``lost`` is
+    for images of stored responses, which are not stored: all models read ``instead``.
     """
 
     name: str  # its place in the request, for errors: "messages[2].content[1]"
