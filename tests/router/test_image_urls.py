@@ -10,7 +10,8 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,9 @@ class Server:
                 threading.Thread(target=self._serve, args=[connection], daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection:
-            with self._tls.wrap_socket(connection, server_side=True) if self._tls else connection as stream:
-                self._serve_one(stream)
+        wrap = partial(self._tls.wrap_socket, server_side=True) if self._tls else nullcontext
+        with suppress(OSError), connection, wrap(connection) as stream:
+            self._serve_one(stream if self._tls else connection)
 
     def _serve_one(self, stream: socket.socket) -> None:
         head = b""
