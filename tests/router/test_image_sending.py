@@ -29,11 +29,13 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.protobuf import image_input_to_pb, unpack_tokens
 from router.fleet.fleet import Fleet
 from router.fleet.image_nodes import ImageNodes
+from router.fleet.node_client import IMAGES_AT_ONCE
 from router.fleet.nodes import Nodes
 from router.fleet.policy import POLICIES, NodeView, Placement
 from router.images import sending
 from router.images.sending import ImageUpload
 from router.metrics import RouterMetrics
+from router.text.fair_slots import FairSlots
 
 MODEL = "small"
 SALT = "s"
@@ -298,6 +300,22 @@ def test_another_prefill_node_gets_the_images_after_the_first_has_ended() -> Non
     run([first, second, decode], scenario)
 
 
+def test_few_images_are_on_their_way_to_a_node_at_once() -> None:
+    node = ScriptedImageNode(MODEL, "d")
+    pictures = [Picture(2, 3, value=value) for value in range(3 * IMAGES_AT_ONCE)]
+    node.scripts[SALT] = saying(5, wait_for=lambda: len(node.put) == len(pictures))
+
+    async def scenario(router: Router) -> None:
+        requests = [router.request(picture) for picture in pictures]
+        for request in requests:
+            await request.start()
+        for request in requests:
+            assert await request.wait() == [5]
+        assert 1 < node.most_open <= IMAGES_AT_ONCE
+
+    run([node], scenario)
+
+
 def test_equal_images_of_requests_are_sent_one_after_the_other() -> None:
     node = ScriptedImageNode(MODEL, "d")
     node.scripts[SALT] = saying(5, wait_for=lambda: len(node.put) == 8)
@@ -527,7 +545,9 @@ def test_a_move_brings_no_pixels_unless_the_node_asks_for_them() -> None:
 
 def described(node: ImageNode) -> Any:
     """Return what an upload needs to know of a NodeClient."""
-    return SimpleNamespace(description=pb.NodeDescription(node_id="n"), channel=node.channel)
+    return SimpleNamespace(
+        description=pb.NodeDescription(node_id="n"), channel=node.channel, image_slots=FairSlots(IMAGES_AT_ONCE)
+    )
 
 
 def test_a_node_has_the_pixels_that_the_router_sends(tmp_path: Path) -> None:
