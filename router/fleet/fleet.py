@@ -374,8 +374,8 @@ class _Members:
         self.nodes = nodes
         self.cached: dict[int, dict[CachedBlocks, str]] = {}  # block size → cached blocks → node id
         ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
-        self.image_inputs: dict[str, ImageInput] = {}  # of ready nodes that encode images, by id
-        self.continued_inputs: dict[str, ImageInput] = {}  # of ready nodes that need a peer for that
+        self.image_inputs: dict[str, ImageInput] = {}  # ready nodes that encode images, by id
+        self.continued_inputs: dict[str, ImageInput] = {}  # ready nodes that need a peer for that
         for node in nodes.values():
             description = node.description
             if description is None or description.model != model:

@@ -27,7 +27,6 @@ from pdserve.rpc.tls import PeerTls
 from router.fleet.policy import BOTH, GENERATE, NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
 from router.fleet.serve_stream import NodeLost, ServeStream
-from router.text.fair_slots import FairSlots
 
 if TYPE_CHECKING:  # exists in the stubs' types only
     from pdserve.pb.pdserve_pb2_grpc import NodeAsyncStub, PoolingNodeAsyncStub
@@ -40,7 +39,7 @@ FAULT_PAUSE = 2.0  # seconds until a node with an invalid report is tried again
 SILENCE = 4.0  # seconds without a report until a node counts as hung; reports come every second at least
 REPORTED = 0.03  # seconds after which reports include a request that was sent: messages, and some decode steps
 PAUSE = 0.02  # seconds between two reports of a node at least; the node's own limit
-IMAGES_AT_ONCE = 3  # images on their way to a node: eight of 50 MB delayed the loop by 50 to 250 ms
+IMAGES_AT_ONCE = 3  # images on their way to a node: their pieces keep the event loop from other work
 
 
 class IndexMismatch(Exception):
@@ -75,7 +74,7 @@ class NodeClient:
         self.cached: CachedBlocks | None = None  # set while there is a description
         self.in_flight = 0  # requests of this router; prompts for peers only until their first token
         self.fault = ""  # reason why the latest report was refused; empty if it was accepted
-        self.image_slots = FairSlots(IMAGES_AT_ONCE)  # held while an image is sent to the node
+        self.image_slots = asyncio.Semaphore(IMAGES_AT_ONCE)  # held while an image is sent to the node
         self.unlisted = False  # discovery has dropped the node: it gets no new request
         self._prefixes = prefixes
         self._on_change = on_change

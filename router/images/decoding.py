@@ -61,8 +61,9 @@ def measure(file: bytes, accepted: ImageInput) -> tuple[int, int]:
             orientation = 1  # Pillow would decode all pixels to look behind them
         else:
             orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-    height, width = image.height, image.width
-    return smart_size(accepted, width, height) if orientation in _ON_ITS_SIDE else smart_size(accepted, height, width)
+    if orientation in _ON_ITS_SIDE:
+        return smart_size(accepted, image.width, image.height)
+    return smart_size(accepted, image.height, image.width)
 
 
 @contextmanager

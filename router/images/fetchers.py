@@ -21,7 +21,7 @@ from router.text.fair_slots import FairSlots
 from router.text.worker_process import WorkerPool, WorkerProcess
 
 MAX_URLS = 20  # in a request
-URLS_AT_ONCE = 4  # of a request
+URLS_AT_ONCE = 4  # in a request
 MOST_FETCHERS = 8  # processes, so connections of the router, and files of 20 MiB in its memory
 
 _REQUEST_SECONDS = 30.0  # for all URLs of a request

@@ -89,7 +89,7 @@ class ImageUpload:
         pause = _FIRST_PAUSE
         while True:
             try:
-                async with self._slots.slot():
+                async with self._slots:
                     await self._put(image)
             except Overloaded:
                 if monotonic() + pause > give_up_at:

@@ -35,7 +35,6 @@ from router.fleet.policy import POLICIES, NodeView, Placement
 from router.images import sending
 from router.images.sending import ImageUpload
 from router.metrics import RouterMetrics
-from router.text.fair_slots import FairSlots
 
 MODEL = "small"
 SALT = "s"
@@ -546,7 +545,7 @@ def test_a_move_brings_no_pixels_unless_the_node_asks_for_them() -> None:
 def described(node: ImageNode) -> Any:
     """Return what an upload needs to know of a NodeClient."""
     return SimpleNamespace(
-        description=pb.NodeDescription(node_id="n"), channel=node.channel, image_slots=FairSlots(IMAGES_AT_ONCE)
+        description=pb.NodeDescription(node_id="n"), channel=node.channel, image_slots=asyncio.Semaphore(IMAGES_AT_ONCE)
     )
 
 
