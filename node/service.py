@@ -15,6 +15,7 @@ from node.context import NodeContext, Role
 from node.reports import NodeReports, sample_bits
 from pdserve import __version__
 from pdserve.config.compatibility import PROTOCOL_VERSION
+from pdserve.images import ImageMode
 from pdserve.ipc.messages import Status
 from pdserve.metrics import flat
 from pdserve.model.pooling import GENERATE, YES_OR_NO
@@ -32,6 +33,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
     layout = node.engine.kv_layout
     pooling = config.pooling
     accepted = node.images.accepted
+    continued = config.image_input if config.images is ImageMode.POSITIONS else None
     return pb.NodeDescription(
         node_id=node.node_id,
         epoch=node.epoch,
@@ -57,6 +59,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
         if pooling is None
         else pb.Pooling(size=pooling.size, matryoshka=pooling.matryoshka, yes_or_no=pooling.method == YES_OR_NO),
         images=None if accepted is None else image_input_to_pb(accepted),
+        continued_images=None if continued is None else image_input_to_pb(continued),
     )
 
 

@@ -188,6 +188,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Flag("most memory of images of running requests; more get a 503", metavar="SIZE", parse=parse_size, at_least=1),
     ] = 1 << 30
+    allow_image_urls: Annotated[
+        bool, Flag("fetch images by http and https URLs, from addresses of the public internet alone")
+    ] = False
     response_store: Annotated[
         str | None,
         Flag(

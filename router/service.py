@@ -26,6 +26,7 @@ from router.fleet.stream_mover import StreamMover
 from router.freed_memory import MemoryTrimmer
 from router.gate.admission import AdmissionController
 from router.gate.keys import KeyFile, KeyRing, single_key
+from router.images.fetchers import Fetchers
 from router.images.loading import ImageLoader
 from router.loop_lag import LoopLag
 from router.metrics import RouterMetrics
@@ -91,7 +92,8 @@ class Service:
         self.nodes.on_change(self._count_nodes)
         self.metrics.show_index_rebuilds(lambda: self.nodes.prefixes.rebuilds)
         self._counted = {(role, name) for role, listed in sources.items() if listed for name in tokenizers}
-        self.images = ImageLoader(options.image_memory, self.metrics)
+        fetchers = Fetchers() if options.allow_image_urls else None
+        self.images = ImageLoader(options.image_memory, self.metrics, fetchers=fetchers)
         self.models: dict[str, ServedModel] = {}
         for name, (root, tokenizer) in tokenizers.items():
             self.metrics.of(name)  # creates the series, which begin at 0

@@ -128,6 +128,7 @@ class NodeDescription(_message.Message):
     LEASES_CACHE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    CONTINUED_IMAGES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start, wake-up and change of the weights"""
@@ -175,6 +176,10 @@ class NodeDescription(_message.Message):
     def images(self) -> Global___ImageInput:
         """absent: the node encodes no images"""
 
+    @_builtins.property
+    def continued_images(self) -> Global___ImageInput:
+        """of a node that only continues prompts with images, which a peer has computed"""
+
     def __init__(
         self,
         *,
@@ -200,10 +205,11 @@ class NodeDescription(_message.Message):
         leases_cache: _builtins.bool = ...,
         protocol: _builtins.int = ...,
         images: Global___ImageInput | None = ...,
+        continued_images: Global___ImageInput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,7 +217,7 @@ Global___NodeDescription: _TypeAlias = NodeDescription  # noqa: Y015
 
 @_typing.final
 class ImageInput(_message.Message):
-    """The images of a node that encodes them (pdserve/images.py)."""
+    """The images that a model takes (pdserve/images.py)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

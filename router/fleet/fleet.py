@@ -165,7 +165,7 @@ class Fleet:
 
     @property
     def image_input(self) -> ImageInput | None:
-        """How the model's nodes take images; None as long as no node that encodes them has been ready."""
+        """How the model's nodes take images; None as long as no node that takes them has been ready."""
         self._current_members()
         return self._images.accepted
 
@@ -324,7 +324,7 @@ class Fleet:
         nodes = self._nodes.known()
         if self._members.nodes is not nodes:
             self._members = _Members(nodes, self._model)
-            self._images.update(self._members.image_inputs)
+            self._images.update(self._members.image_inputs or self._members.continued_inputs)
         return self._members
 
     def _typical_costs(self, views: Sequence[NodeView]) -> StepCosts:
@@ -374,7 +374,8 @@ class _Members:
         self.nodes = nodes
         self.cached: dict[int, dict[CachedBlocks, str]] = {}  # block size → cached blocks → node id
         ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
-        self.image_inputs: dict[str, ImageInput] = {}  # by id of the ready node
+        self.image_inputs: dict[str, ImageInput] = {}  # ready nodes that encode images, by id
+        self.continued_inputs: dict[str, ImageInput] = {}  # ready nodes that need a peer for that
         for node in nodes.values():
             description = node.description
             if description is None or description.model != model:
@@ -387,6 +388,8 @@ class _Members:
                 ready.setdefault(view.task, []).append(description)
             if view is not None and view.ready and view.images is not None:
                 self.image_inputs[view.node_id] = view.images
+            if view is not None and view.ready and view.continued_images is not None:
+                self.continued_inputs[view.node_id] = view.continued_images
         self.limits = {task: _limits(task, nodes) for task, nodes in ready.items()}
 
 

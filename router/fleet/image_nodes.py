@@ -22,7 +22,7 @@ class ImageNodes:
     """The nodes of a model that encode images. Nodes whose processors differ from ``accepted`` get none."""
 
     def __init__(self, model: str) -> None:
-        self.accepted: ImageInput | None = None  # None: no node that encodes images has been ready yet
+        self.accepted: ImageInput | None = None  # None: no node that takes images has been ready yet
         self._model = model
         self._warned = False
 

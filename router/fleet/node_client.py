@@ -39,6 +39,7 @@ FAULT_PAUSE = 2.0  # seconds until a node with an invalid report is tried again
 SILENCE = 4.0  # seconds without a report until a node counts as hung; reports come every second at least
 REPORTED = 0.03  # seconds after which reports include a request that was sent: messages, and some decode steps
 PAUSE = 0.02  # seconds between two reports of a node at least; the node's own limit
+IMAGES_AT_ONCE = 3  # images on their way to a node: their pieces keep the event loop from other work
 
 
 class IndexMismatch(Exception):
@@ -73,6 +74,7 @@ class NodeClient:
         self.cached: CachedBlocks | None = None  # set while there is a description
         self.in_flight = 0  # requests of this router; prompts for peers only until their first token
         self.fault = ""  # reason why the latest report was refused; empty if it was accepted
+        self.image_slots = asyncio.Semaphore(IMAGES_AT_ONCE)  # held while an image is sent to the node
         self.unlisted = False  # discovery has dropped the node: it gets no new request
         self._prefixes = prefixes
         self._on_change = on_change
@@ -132,6 +134,7 @@ class NodeClient:
             costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
             images=image_input_from_pb(node.images) if node.HasField("images") else None,
+            continued_images=image_input_from_pb(node.continued_images) if node.HasField("continued_images") else None,
         )
         return self._view
 

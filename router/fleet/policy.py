@@ -51,6 +51,7 @@ class NodeView(msgspec.Struct, frozen=True):
     weights: str = ""  # short name of the weights: equal for nodes with equal weights
     max_model_len: float = math.inf  # tokens of the longest request that it takes
     images: ImageInput | None = None  # images that it encodes; None: it encodes none
+    continued_images: ImageInput | None = None  # images of prompts that it continues, but does not encode
 
     @property
     def decodes(self) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.images import MAX_IMAGES
 from router.images.source import ImageSource
-from router.text.chat.image_parts import USER_OR_TOOL, ImagePart, image_of_part
+from router.text.chat.image_parts import NOT_FETCHED, USER_OR_TOOL, ImagePart, image_of_part
 from router.text.chat.messages import Message
 
 _KINDS = ("image_url", "input_image")  # types of parts in a chat
@@ -25,13 +25,13 @@ class ChatImages(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()  # about images that the model does not see
 
 
-def take_images(messages: Sequence[Message], sees: bool, field: str = "messages") -> ChatImages:
+def take_images(messages: Sequence[Message], sees: bool, field: str = "messages", fetches: bool = False) -> ChatImages:
     """Take the images out of messages, whose data is gone afterwards. ``sees``: the model takes images.
 
-    ``field`` is the field of the client's body with the conversation.
+    ``field`` is the field of the client's body with the conversation. ``fetches``: images by URL are fetched.
     Raises RequestError that names an image which cannot be used, or which a model that reads text only cannot see.
     """
-    taken = _Taken(sees, field)
+    taken = _Taken(sees, field, fetches)
     new = [
         {**message, "content": taken.parts(message, f"messages[{index}]")}
         if isinstance(message.get("content"), list)
@@ -42,10 +42,11 @@ def take_images(messages: Sequence[Message], sees: bool, field: str = "messages"
 
 
 class _Taken:
-    def __init__(self, sees: bool, field: str) -> None:
+    def __init__(self, sees: bool, field: str, fetches: bool) -> None:
         self.sources: list[ImageSource] = []
         self._field = field
         self._sees = sees
+        self._fetches = fetches
         self._unseen = 0
         self._lost = 0
 
@@ -74,10 +75,12 @@ class _Taken:
             return {"type": "text", "text": image.instead}
         if image.fault:
             raise RequestError(f"{image.name} {image.fault}", image.name)
+        if image.url and not self._fetches:
+            raise RequestError(f"{image.name} {NOT_FETCHED}", image.name)
         if len(self.sources) == MAX_IMAGES:
             text = f"the conversation has more than {MAX_IMAGES} images, the limit of a prompt; send fewer"
             raise RequestError(text, self._field)
-        self.sources.append(ImageSource(image.take(), image.name))
+        self.sources.append(ImageSource(image.take(), image.name, image.url))
         return {"type": "image", "number": len(self.sources) - 1}
 
     @property

@@ -48,6 +48,7 @@ class DecodeRequest(msgspec.Struct, frozen=True):
 
     is_base64: bool
     accepted: ImageInput
+    measures: bool = False  # only the size of the image is needed
 
 
 class DecodeResult(msgspec.Struct, frozen=True):
@@ -74,7 +75,7 @@ class ScratchFile:
         self.fd = os.memfd_create("pdserve image", os.MFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self.fd)
 
-    def write(self, data: str | bytes) -> None:
+    def write(self, data: str | bytes | memoryview) -> None:
         """Replace the content. Raises UnicodeEncodeError for text that cannot be base64."""
         content = memoryview(data.encode("ascii") if isinstance(data, str) else data)
         os.ftruncate(self.fd, 0)
@@ -117,20 +118,28 @@ class Decoders:
         self._max_memory = max_memory
         self._workers = WorkerPool(self._start, max(2, min(MOST_DECODERS, usable_cpus())))
 
-    async def decode(self, data: str | bytes, accepted: ImageInput) -> DecodedImage:
+    async def decode(self, data: str | bytes | memoryview, accepted: ImageInput) -> DecodedImage:
         """Return an image as the model takes it.
 
         Raises RequestError with what is wrong with the image, and NodeError without a process.
         """
+        return await self._run(data, DecodeRequest(isinstance(data, str), accepted))
+
+    async def measure(self, data: str | bytes | memoryview, accepted: ImageInput) -> tuple[int, int]:
+        """Return height and width of an image as the model takes it, by its header. Raises as ``decode``."""
+        image = await self._run(data, DecodeRequest(isinstance(data, str), accepted, measures=True))
+        return image.height, image.width
+
+    async def _run(self, data: str | bytes | memoryview, request: DecodeRequest) -> DecodedImage:
         decoder: Decoder | None = None
         try:
             async with self._workers.worker() as decoder:
                 begun = monotonic()
-                await _on_thread(decoder.scratch.write, data)
-                request = DecodeRequest(isinstance(data, str), accepted)
+                await on_thread(decoder.scratch.write, data)
                 answer = await decoder.process.exchange(msgspec.json.encode(request), _WALL_SECONDS)
                 result = msgspec.json.decode(answer, type=DecodeResult)
-                pixels = await _on_thread(decoder.scratch.take, result.height * result.width * PIXEL_BYTES)
+                num_bytes = 0 if request.measures else result.height * result.width * PIXEL_BYTES
+                pixels = await on_thread(decoder.scratch.take, num_bytes)
                 seconds = monotonic() - begun
         except UnicodeEncodeError as exc:
             raise RequestError("the data is no base64: it has other characters; send the file's bytes") from exc
@@ -157,7 +166,7 @@ class Decoders:
         return Decoder(process, scratch)
 
 
-async def _on_thread(work: Callable[..., Result], *args: object) -> Result:
+async def on_thread(work: Callable[..., Result], *args: object) -> Result:
     """Run ``work`` on a thread, also to its end if the caller is cancelled: two never use one scratch file."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args))
     cancelled = False

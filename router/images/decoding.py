@@ -8,10 +8,12 @@ own tools do. Its caller turns photographs upright (``load_image``).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import NamedTuple
 
-from PIL import Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # the plugin registers WebP
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, WebPImagePlugin  # the plugin registers WebP
 
 from pdserve.errors import RequestError, cut
 from pdserve.images import ImageInput
@@ -21,6 +23,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 #: In a file. Photographs of 64 megapixels fit. A decoded copy of this size takes 256 MiB, and up to five exist at once.
 MAX_FILE_PIXELS = 1 << 26
 
+_PNG_ORIENTATIONS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # chunks and keywords that may tell it
+_ON_ITS_SIDE = (5, 6, 7, 8)  # orientations of EXIF whose sides change places
 _STRIP_ROWS = 256  # rows that are put on white at once
 _WHITE = (255, 255, 255, 255)
 _STILL = ("JPEG", "MPO")  # cameras add previews to a JPEG file, which becomes MPO; its first image is the photograph
@@ -36,14 +40,37 @@ class Pixels(NamedTuple):
 
 def decode(file: bytes, accepted: ImageInput) -> Pixels:
     """Return an image as the model takes it. Raises RequestError with what is wrong with the file; MemoryError."""
-    Image.MAX_IMAGE_PIXELS = None  # checked here, with an error that says what to do
-    try:
-        image = Image.open(BytesIO(file), formats=FORMATS)
-        _check(image)
-        smart_size(accepted, image.height, image.width)  # before its pixels are decoded; the sides may change places
+    with _errors_named():
+        image = _opened(file, accepted)
         ImageOps.exif_transpose(image, in_place=True)
         rgb = _on_white(image)
         del image
+    height, width = smart_size(accepted, rgb.height, rgb.width)
+    resized = rgb.resize((width, height), Image.Resampling.BICUBIC)
+    return Pixels(height, width, resized.tobytes())
+
+
+def measure(file: bytes, accepted: ImageInput) -> tuple[int, int]:
+    """Return height and width of an image as the model takes it, by its header. The errors are those of ``decode``.
+
+    A file that is damaged behind its header has a size, too.
+    """
+    with _errors_named():
+        image = _opened(file, accepted)
+        if image.format == "PNG" and not any(mark in file for mark in _PNG_ORIENTATIONS):
+            orientation = 1  # Pillow would decode all pixels to look behind them
+        else:
+            orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    if orientation in _ON_ITS_SIDE:
+        return smart_size(accepted, image.width, image.height)
+    return smart_size(accepted, image.height, image.width)
+
+
+@contextmanager
+def _errors_named() -> Iterator[None]:
+    """Raise RequestError for what is wrong with a file. MemoryError passes."""
+    try:
+        yield
     except (RequestError, MemoryError):
         raise
     except UnidentifiedImageError as exc:
@@ -51,9 +78,15 @@ def decode(file: bytes, accepted: ImageInput) -> Pixels:
     except Exception as exc:  # Pillow lets errors of many kinds pass
         reason = cut(" ".join(str(exc).split())) or type(exc).__name__
         raise RequestError(f"the image cannot be decoded: {reason}; send a complete file") from exc
-    height, width = smart_size(accepted, rgb.height, rgb.width)
-    resized = rgb.resize((width, height), Image.Resampling.BICUBIC)
-    return Pixels(height, width, resized.tobytes())
+
+
+def _opened(file: bytes, accepted: ImageInput) -> Image.Image:
+    """Return an image of acceptable size whose pixels are not decoded yet."""
+    Image.MAX_IMAGE_PIXELS = None  # checked here, with an error that says what to do
+    image = Image.open(BytesIO(file), formats=FORMATS)
+    _check(image)
+    smart_size(accepted, image.height, image.width)  # the sides may change places
+    return image
 
 
 def _check(image: Image.Image) -> None:

@@ -9,17 +9,32 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import msgspec
 
 from pdserve.errors import Overloaded, PdserveError, RequestError
 from pdserve.images import MAX_IMAGES, ImageInput
 from pdserve.tracing.spans import CURRENT_SPAN
 from router.images.decoders import DecodedImage, Decoders
+from router.images.fetchers import MAX_URLS, Fetchers, RequestFetches
 from router.images.source import MAX_BASE64, MAX_FILE_BYTES, ImageSource
 from router.metrics import RouterMetrics
 from router.text.fair_slots import CLIENT
 
 _MAX_WAITING = 2 * MAX_IMAGES  # images of a client that wait, or are decoded
+
+Result = TypeVar("Result")
+
+
+class MeasuredImage(msgspec.Struct, frozen=True):
+    """The size of an image in tokens. Its pixels are not known."""
+
+    rows: int
+    columns: int
+    digest: bytes = b""
 
 
 class LoadedImage:
@@ -93,24 +108,52 @@ class ImageMemory:
 class ImageLoader:
     """One per router."""
 
-    def __init__(self, memory: int, metrics: RouterMetrics, decoders: Decoders | None = None) -> None:
-        """``memory``: most bytes of pixels. ``decoders``: by default, with their usual limits."""
+    def __init__(
+        self,
+        memory: int,
+        metrics: RouterMetrics,
+        decoders: Decoders | None = None,
+        fetchers: Fetchers | None = None,
+    ) -> None:
+        """``memory``: bytes of pixels. ``decoders`` have their usual limits by default. No ``fetchers``, no URLs."""
         self.memory = ImageMemory(memory)
         self._metrics = metrics
         self._decoders = decoders or Decoders()
+        self._fetchers = fetchers
         self._images = weakref.WeakValueDictionary[bytes, LoadedImage]()  # by digest
         self._waiting = Counter[str]()  # images that wait or are decoded, by client
         metrics.image_bytes.set_function(lambda: self.memory.num_bytes)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether images are fetched by URL."""
+        return self._fetchers is not None
 
     async def load(self, sources: Sequence[ImageSource], accepted: ImageInput) -> list[LoadedImage]:
         """Return the images in order; those of equal pixels are one. Raises RequestError, which names the image.
 
         Raises Overloaded if too many images of the client wait, or if their pixels lack memory.
         """
+        loaded: list[LoadedImage] = []  # as they come
+        try:
+            return await self._each(sources, partial(self._load, accepted=accepted, loaded=loaded))
+        finally:
+            loaded.clear()  # an error refers to this frame: without its list, the images go at once
+
+    async def measure(self, sources: Sequence[ImageSource], accepted: ImageInput) -> list[MeasuredImage]:
+        """Return the sizes of images by their headers, in order. Raises as ``load``."""
+        return await self._each(sources, partial(self._measure, accepted=accepted))
+
+    async def _each(
+        self, sources: Sequence[ImageSource], read: Callable[[ImageSource, RequestFetches], Awaitable[Result]]
+    ) -> list[Result]:
+        """Read the images of a request, those of a client within its limit."""
         if len(sources) > MAX_IMAGES:
             raise RequestError(f"the request has {len(sources)} images, the limit is {MAX_IMAGES}; send fewer")
         if not sources:
             return []
+        if sum(bool(source.url) for source in sources) > MAX_URLS:
+            raise RequestError(f"the request has more than {MAX_URLS} images by URL; send others as 'data:' URLs")
         for source in sources:
             _check_length(source)
         client = CLIENT.get()
@@ -121,8 +164,8 @@ class ImageLoader:
             )
         self._waiting[client] += len(sources)
         span = CURRENT_SPAN.get().child("images", {"pdserve.images": len(sources)})
-        loaded: list[LoadedImage] = []  # as they come
-        tasks = [asyncio.create_task(self._load(source, accepted, loaded), name="image") for source in sources]
+        fetches = RequestFetches()
+        tasks = [asyncio.create_task(self._named(source, read, fetches), name="image") for source in sources]
         try:
             return await asyncio.gather(*tasks)
         except PdserveError as exc:
@@ -133,8 +176,7 @@ class ImageLoader:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            tasks.clear()  # an error refers to this frame: without its lists, the images go at once
-            loaded.clear()
+            tasks.clear()  # as in ``load``
             self._waiting[client] -= len(sources)
             if not self._waiting[client]:
                 del self._waiting[client]
@@ -142,21 +184,51 @@ class ImageLoader:
     async def close(self) -> None:
         """End the processes."""
         await self._decoders.close()
+        if self._fetchers is not None:
+            await self._fetchers.close()
 
-    async def _load(self, source: ImageSource, accepted: ImageInput, loaded: list[LoadedImage]) -> LoadedImage:
+    async def _named(
+        self,
+        source: ImageSource,
+        read: Callable[[ImageSource, RequestFetches], Awaitable[Result]],
+        fetches: RequestFetches,
+    ) -> Result:
+        """Read an image; errors name it, and are counted."""
         try:
-            decoded = await self._decoders.decode(source.data, accepted)
-            image = self._keep(decoded, accepted, loaded)
+            return await read(source, fetches)
         except RequestError as exc:
             self._metrics.images.labels("refused").inc()
             raise RequestError(f"{source.name}: {exc}", source.name) from exc
         except PdserveError:
             self._metrics.images.labels("failed").inc()
             raise
+
+    async def _load(
+        self, source: ImageSource, fetches: RequestFetches, accepted: ImageInput, loaded: list[LoadedImage]
+    ) -> LoadedImage:
+        decoded = await self._file(source, fetches, partial(self._decoders.decode, accepted=accepted))
+        image = self._keep(decoded, accepted, loaded)
         loaded.append(image)
         self._metrics.images.labels("loaded").inc()
         self._metrics.image_seconds.observe(decoded.seconds)
         return image
+
+    async def _measure(self, source: ImageSource, fetches: RequestFetches, accepted: ImageInput) -> MeasuredImage:
+        height, width = await self._file(source, fetches, partial(self._decoders.measure, accepted=accepted))
+        return MeasuredImage(height // accepted.cell, width // accepted.cell)
+
+    async def _file(
+        self,
+        source: ImageSource,
+        fetches: RequestFetches,
+        read: Callable[[str | bytes | memoryview], Awaitable[Result]],
+    ) -> Result:
+        """Read the file of an image, once it is here."""
+        if not source.url:
+            return await read(source.data)
+        assert self._fetchers is not None, "URLs are refused before, where none are fetched"
+        async with self._fetchers.turn(fetches):
+            return await read(await self._fetchers.fetch(source.url, fetches))
 
     def _keep(self, decoded: DecodedImage, accepted: ImageInput, loaded: Sequence[LoadedImage]) -> LoadedImage:
         """Raises Overloaded or RequestError without memory."""

@@ -1,6 +1,6 @@
 """Sends the images of a prompt to the node that computes it (ImageNode.Put), while the prompt is on its way there.
 
-    router ──Put(pixels)─────────────────────► P      each image once; of equal images one after the other
+    router ──Put(pixels)─────────────────────► P      each image once, three at a time; equal ones one after the other
            ──Generate──► D ──PrefillRequest──► P      the prompt waits there for its pixels, 10 s at most
 
 The node keeps pixels until the prompts that need them are computed, so each prompt sends its own: those that another
@@ -50,6 +50,7 @@ class ImageUpload:
         assert node.description is not None, "it was chosen by its view"
         self._node_id = node.description.node_id
         self._channel = node.channel
+        self._slots = node.image_slots
         distinct = {image.digest: image for image in images}
         self._task = asyncio.create_task(self._run(tuple(distinct.values())), name="images")
 
@@ -88,7 +89,8 @@ class ImageUpload:
         pause = _FIRST_PAUSE
         while True:
             try:
-                await self._put(image)
+                async with self._slots:
+                    await self._put(image)
             except Overloaded:
                 if monotonic() + pause > give_up_at:
                     raise

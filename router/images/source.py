@@ -13,3 +13,4 @@ class ImageSource(msgspec.Struct, frozen=True):
 
     data: str | bytes  # base64 text as the client sent it, or the file
     name: str  # its place in the request, for errors: "messages[2].content[1].image_url"
+    url: str = ""  # http or https, where to fetch the file; without ``data``

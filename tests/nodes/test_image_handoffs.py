@@ -133,7 +133,10 @@ def counted(node: NodeProcess, name: str, action: Callable[[], object]) -> float
 
 def test_only_nodes_that_encode_images_say_so(nodes: Nodes) -> None:
     assert nodes.prefill.describe().images == nodes.alone.describe().images
-    assert not nodes.decode.describe().HasField("images")
+    decode = nodes.decode.describe()
+    assert not decode.HasField("images")
+    assert decode.continued_images == nodes.prefill.describe().images
+    assert not nodes.prefill.describe().HasField("continued_images")
 
 
 def test_a_short_prompt_is_handed_off_if_its_pixels_are_there(nodes: Nodes) -> None:

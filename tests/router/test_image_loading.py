@@ -6,8 +6,6 @@ import asyncio
 import base64
 import gc
 import io
-import struct
-import zlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from hostile_images import ATTACKS, PHOTO, chunk, encoded, png_bomb
 from image_checkpoints import PROCESSOR, random_image
 from PIL import Image, ImageOps, PngImagePlugin
 
@@ -24,7 +23,7 @@ from pdserve.images import MAX_IMAGES, ImageInput, image_digest
 from router.images import decoders as decoders_module
 from router.images import loading
 from router.images.decoders import DECODE_SECONDS, Decoders
-from router.images.decoding import MAX_FILE_PIXELS, decode
+from router.images.decoding import decode, measure
 from router.images.loading import ImageLoader, LoadedImage
 from router.images.source import MAX_FILE_BYTES, ImageSource
 from router.metrics import RouterMetrics
@@ -52,12 +51,6 @@ def run(scenario: Scenario, memory: int = GIB, **limits: Any) -> None:
             await loader.close()
 
     asyncio.run(body())
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def source(file: bytes, name: str = "messages[0].content[1]") -> ImageSource:
@@ -103,6 +96,18 @@ def turned(orientation: int) -> bytes:
     return encoded(random_image(64, 200, 1), "JPEG", exif=upright(orientation))
 
 
+def turned_behind_its_pixels() -> bytes:
+    """Return a PNG whose EXIF is its last chunk but one."""
+    file = encoded(random_image(64, 200, 1))
+    return file[:-12] + chunk(b"eXIf", upright(6).tobytes().removeprefix(b"Exif\0\0")) + file[-12:]
+
+
+def turned_by_xmp() -> bytes:
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", '<x:xmpmeta><rdf tiff:Orientation="8"/></x:xmpmeta>')
+    return encoded(random_image(64, 200, 1), pnginfo=info)
+
+
 FILES: dict[str, Callable[[], bytes]] = {
     "PNG": lambda: encoded(random_image(100, 150, 1)),
     "tiny": lambda: encoded(random_image(1, 1, 1)),
@@ -126,6 +131,8 @@ FILES: dict[str, Callable[[], bytes]] = {
     "palette with transparency": palette_with_transparency,
     **{f"EXIF {orientation}": partial(turned, orientation) for orientation in range(9)},
     "EXIF in PNG": lambda: encoded(random_image(64, 200, 1), exif=upright(6)),
+    "EXIF behind the pixels of a PNG": turned_behind_its_pixels,
+    "orientation in XMP": turned_by_xmp,
     "EXIF in WebP": lambda: encoded(random_image(64, 200, 1), "WEBP", exif=upright(8)),
     "photograph with a preview": lambda: encoded(
         random_image(64, 200, 1), "MPO", save_all=True, append_images=[random_image(16, 16, 2)]
@@ -143,6 +150,7 @@ def test_pixels_are_those_of_the_library(name: str, processor: Any) -> None:
     file = FILES[name]()
     theirs = processor([ImageOps.exif_transpose(Image.open(io.BytesIO(file)))], return_tensors="np")
     mine = decode(file, ACCEPTED)
+    assert measure(file, ACCEPTED) == (mine.height, mine.width)
     _, rows, columns = theirs["image_grid_thw"][0]
     assert (mine.height, mine.width) == (16 * rows, 16 * columns)
     resized = Image.frombytes("RGB", (mine.width, mine.height), mine.data)
@@ -172,71 +180,6 @@ def test_images_come_in_order_with_their_digests() -> None:
 # ------------------------------------------------------------ attacks
 
 
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def png_header(width: int, height: int, color: int = 2) -> bytes:
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0))
-
-
-def png_bomb(width: int, height: int, alpha: bool = False) -> bytes:
-    """Return an image of black or transparent pixels; each row has a filter byte."""
-    packer = zlib.compressobj(9)
-    row = bytes(1 + (4 if alpha else 3) * width)
-    rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
-    return png_header(width, height, 6 if alpha else 2) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
-def text_bomb() -> bytes:
-    info = PngImagePlugin.PngInfo()
-    info.add_text("Comment", "x" * (64 << 20), zip=True)
-    return encoded(random_image(40, 40, 1), pnginfo=info)
-
-
-def frames(kind: str) -> bytes:
-    still = [random_image(40, 40, number) for number in range(3)]
-    return encoded(still[0], kind, save_all=True, append_images=still[1:], duration=50)
-
-
-def gif_of(width: int, height: int, frame: tuple[int, int]) -> bytes:
-    """Return a GIF with one frame of any size; its pixels are missing."""
-    screen = b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6)
-    return screen + b"," + struct.pack("<HHHHB", 0, 0, *frame, 0) + b"\x08\x02L\x01\x00;"
-
-
-PHOTO = encoded(random_image(200, 200, 1), "JPEG")
-ATTACKS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "nothing": (lambda: b"", "no complete PNG, JPEG, WebP or GIF"),
-    "HTML": (lambda: b"<!doctype html><html><body>404</body></html>", "no complete PNG, JPEG, WebP or GIF"),
-    "SVG": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', "no complete PNG, JPEG, WebP or GIF"),
-    "BMP": (lambda: encoded(random_image(40, 40, 1), "BMP"), "no complete PNG, JPEG, WebP or GIF"),
-    "TIFF": (lambda: encoded(random_image(40, 40, 1), "TIFF"), "no complete PNG, JPEG, WebP or GIF"),
-    "EPS": (lambda: encoded(random_image(40, 40, 1), "EPS"), "no complete PNG, JPEG, WebP or GIF"),
-    "PDF": (lambda: encoded(random_image(40, 40, 1), "PDF"), "no complete PNG, JPEG, WebP or GIF"),
-    "noise": (lambda: np.random.default_rng(1).bytes(100_000), "no complete PNG, JPEG, WebP or GIF"),
-    "only the header of a PNG": (lambda: png_header(64, 64), "no complete PNG"),
-    "truncated PNG": (lambda: encoded(random_image(200, 200, 1))[:-200], "cannot be decoded"),
-    "truncated JPEG": (lambda: PHOTO[: len(PHOTO) // 2], "cannot be decoded"),
-    "truncated WebP": (lambda: encoded(random_image(200, 200, 1), "WEBP")[:-200], "cannot be decoded"),
-    "changed PNG": (lambda: encoded(random_image(200, 200, 1)).replace(b"IDAT", b"IDAU"), "no complete PNG"),
-    "a bomb's header": (lambda: png_header(60_000, 60_000) + chunk(b"IDAT", b""), f"the limit is {MAX_FILE_PIXELS}"),
-    "pixel bomb": (lambda: png_bomb(20_000, 8_000), "has 20000 × 8000 pixels, the limit is"),
-    "GIF bomb": (lambda: gif_of(65_535, 65_535, (1, 1)), "has 65535 × 65535 pixels, the limit is"),
-    "GIF whose frame is larger": (lambda: gif_of(1, 1, (65_535, 65_535)), "has 65535 × 65535 pixels, the limit is"),
-    "endless side": (lambda: png_header(2**31 - 1, 1) + chunk(b"IDAT", b""), "the limit is"),
-    "long strip": (lambda: png_bomb(2_001, 10), "one side may be at most 200 times as long"),
-    "text bomb": (text_bomb, "cannot be decoded"),
-    "profile bomb": (
-        lambda: png_header(8, 8) + chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(64 << 20))) + chunk(b"IDAT", b""),
-        "cannot be decoded",
-    ),
-    "animated GIF": (lambda: frames("GIF"), "is animated"),
-    "animated PNG": (lambda: frames("PNG"), "is animated"),
-    "animated WebP": (lambda: frames("WEBP"), "is animated"),
-}
-
-
 def test_hostile_files_are_refused_by_their_name_and_no_process_ends() -> None:
     async def scenario(loader: ImageLoader) -> None:
         for name, (make, words) in ATTACKS.items():
@@ -244,6 +187,22 @@ def test_hostile_files_are_refused_by_their_name_and_no_process_ends() -> None:
         pids = {worker.process._process.pid for worker in loader._decoders._workers._all}
         assert len(pids) == 1, "one process has refused them all"
         assert [image.rows for image in await loader.load([source(PHOTO)], ACCEPTED)] == [6]
+
+    run(scenario)
+
+
+def test_the_size_of_an_image_takes_its_header_only() -> None:
+    async def scenario(loader: ImageLoader) -> None:
+        files = [encoded(random_image(200, 300, 1)), PHOTO]
+        sources = [source(file[: len(file) // 2]) for file in files]
+        assert [(size.rows, size.columns) for size in await loader.measure(sources, ACCEPTED)] == [(6, 9), (6, 6)]
+        assert loader.memory.num_bytes == 0
+        for name in ("HTML", "a bomb's header", "pixel bomb", "long strip", "animated GIF"):
+            make, words = ATTACKS[name]
+            with pytest.raises(RequestError, match=r"size|one side|animated|no complete") as raised:
+                await loader.measure([source(make(), "messages[3].content[1]")], ACCEPTED)
+            assert words in str(raised.value)
+            assert raised.value.param == "messages[3].content[1]"
 
     run(scenario)
 

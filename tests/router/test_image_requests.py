@@ -7,9 +7,9 @@ import base64
 import gc
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from image_checkpoints import CELL, PROCESSOR, random_image, write_tokenizer
@@ -21,11 +21,15 @@ from scripted_node import Conversation, ScriptedNode
 
 from pdserve.images import ImageInput
 from pdserve.rpc.protobuf import images_from_pb
-from router.images.loading import ImageMemory
+from router.images.fetchers import Fetchers
+from router.images.fetching import FetchRule
+from router.images.loading import ImageLoader, ImageMemory
 from router.responses_api.compaction import PROMPT
 from router.text.chat.image_parts import ImagePart
 from router.text.chat.template import RenderRequest
 from router.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 CHAT = "/v1/chat/completions"
 RENDER = "/v1/chat/completions/render"
@@ -74,6 +78,13 @@ class Asked:
         self._runner = runner
         self._router = router
         self._node = node
+
+    @property
+    def images(self) -> ImageLoader:
+        return self._router.service.images
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self._runner.run(work)
 
     def post(self, path: str, **fields: Any) -> tuple[int, Any]:
         body = json.dumps({"model": MODEL, **fields}).encode()
@@ -147,10 +158,10 @@ def accepted(tokenizer: Tokenizer) -> ImageInput:
     )
 
 
-def _routers(path: Path, accepted: ImageInput | None) -> Iterator[Asked]:
+def _routers(path: Path, accepted: ImageInput | None, *more: str) -> Iterator[Asked]:
     node = SeeingNode(accepted)
     flags = ["--decode", node.address, "--tool-call-parser", "hermes", "--response-store", "memory"]
-    flags.append("--trust-request-chat-template")
+    flags += ["--trust-request-chat-template", *more]
     with asyncio.Runner() as runner:
         context = router_in_process(path, MODEL, flags)
         router = runner.run(context.__aenter__())
@@ -302,7 +313,7 @@ def test_tokenize_and_render_count_the_tokens_of_images(ask: Asked, tokenizer: T
 
 FAULTS: dict[str, tuple[Any, str]] = {
     "http": ({"url": "https://example.com/a.png"}, "an http URL; no image is fetched here"),
-    "another scheme": ({"url": "file:///etc/passwd"}, "without the scheme data"),
+    "another scheme": ({"url": "file:///etc/passwd"}, "has a URL without the scheme data; send the image itself"),
     "no base64": ({"url": "data:image/png,%89PNG"}, "without base64"),
     "no data": ({"url": "data:image/png;base64,"}, "without data"),
     "no URL": ({}, "has no URL"),
@@ -343,6 +354,39 @@ def test_files_and_urls_are_named_in_responses_and_messages(ask: Asked) -> None:
     assert ask.error(MESSAGES, max_tokens=1, messages=[user(image)]).startswith("messages[0].content[0] has an http")
     image = {"type": "image", "source": {"type": "file", "file_id": "f1"}}
     assert "has a source of type 'file'" in ask.error(MESSAGES, max_tokens=1, messages=[user(image)])
+
+
+def test_images_by_url_are_seen_where_they_are_allowed(
+    tokenizer_dir: Path, accepted: ImageInput, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = [base64.b64decode(image) for image in IMAGES]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        file = answered[int(head.split()[1][1:])]
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(file) + file)
+        await writer.drain()
+        writer.close()
+
+    for ask in _routers(tokenizer_dir, accepted, "--allow-image-urls"):
+        server = ask.run(asyncio.start_server(answer, "127.0.0.1", 0))
+        port = server.sockets[0].getsockname()[1]
+        urls = [f"http://127.0.0.1:{port}/{index}" for index in range(2)]
+        image = {"type": "image_url", "image_url": {"url": urls[0]}}
+        assert f"messages[0].content[1]: its URL has port {port}" in ask.error(CHAT, messages=[user(text("a"), image)])
+        inside = {"type": "image_url", "image_url": {"url": "http://localhost/a.png"}}
+        assert "not on the public internet" in ask.error(CHAT, messages=[user(inside)])
+        rule = FetchRule(("127.0.0.1/32",), (port,))
+        monkeypatch.setattr(ask.images, "_fetchers", Fetchers(rule))
+        rendered = f"<|im_start|>user\n{SHOWN}{SHOWN}?{END}"
+        parts = [{"type": "input_image", "image_url": url} for url in urls]
+        check(ask.generate(RESPONSES, input=[user(*parts, text("?", "input_text"))])[1], tokenizer, rendered, CELLS)
+        blocks = [{"type": "image", "source": {"type": "url", "url": url}} for url in urls]
+        messages = [user(*blocks, text("?"))]
+        answer_, got = ask.generate(MESSAGES, max_tokens=9, messages=messages)
+        check(got, tokenizer, rendered, CELLS)
+        assert ask.post(COUNT, messages=messages)[1] == {"input_tokens": answer_["usage"]["input_tokens"]}
+        server.close()
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant"])

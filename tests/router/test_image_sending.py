@@ -26,9 +26,10 @@ from node.images import uploads
 from pdserve.errors import NodeError, Overloaded, PdserveError, RequestError
 from pdserve.images import ImageInput, ImageSpan
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.protobuf import pack_tokens, unpack_tokens
+from pdserve.rpc.protobuf import image_input_to_pb, pack_tokens, unpack_tokens
 from router.fleet.fleet import Fleet
 from router.fleet.image_nodes import ImageNodes
+from router.fleet.node_client import IMAGES_AT_ONCE
 from router.fleet.nodes import Nodes
 from router.fleet.policy import POLICIES, NodeView, Placement
 from router.fleet.prefix_index import PromptPrefix
@@ -46,7 +47,8 @@ OTHER = Picture(2, 3, value=3)
 class Router:
     """A fleet of a router in front of scripted nodes."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+    def __init__(self, nodes: Nodes, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self.nodes = nodes
         self.fleet = fleet
         self.metrics = metrics
 
@@ -71,7 +73,7 @@ async def served(scripted: Sequence[ScriptedImageNode], policy: str) -> AsyncIte
         nodes.listed(role, frozenset(node.address for node in scripted if node.description.role == role))
     try:
         await nodes.wait_until(lambda: sum(view.ready for view in nodes.views()) == len(scripted))
-        yield Router(fleet, metrics)
+        yield Router(nodes, fleet, metrics)
     finally:
         await nodes.close()
 
@@ -312,6 +314,22 @@ def test_another_prefill_node_gets_the_images_after_the_first_has_ended() -> Non
     run([first, second, decode], scenario)
 
 
+def test_few_images_are_on_their_way_to_a_node_at_once() -> None:
+    node = ScriptedImageNode(MODEL, "d")
+    pictures = [Picture(2, 3, value=value) for value in range(3 * IMAGES_AT_ONCE)]
+    node.scripts[SALT] = saying(5, wait_for=lambda: len(node.put) == len(pictures))
+
+    async def scenario(router: Router) -> None:
+        requests = [router.request(picture) for picture in pictures]
+        for request in requests:
+            await request.start()
+        for request in requests:
+            assert await request.wait() == [5]
+        assert 1 < node.most_open <= IMAGES_AT_ONCE
+
+    run([node], scenario)
+
+
 def test_equal_images_of_requests_are_sent_one_after_the_other() -> None:
     node = ScriptedImageNode(MODEL, "d")
     node.scripts[SALT] = saying(5, wait_for=lambda: len(node.put) == 8)
@@ -433,6 +451,28 @@ def test_nodes_that_encode_no_images_get_none() -> None:
     run([node], scenario)
 
 
+def test_images_wait_for_the_prefill_node_of_a_decode_node_that_continues_them() -> None:
+    prefill, decode = pair()
+    decode.description.continued_images.CopyFrom(image_input_to_pb(INPUT))
+    decode.scripts[SALT] = saying(5, wait_for=lambda: len(prefill.put) == 1)
+
+    async def scenario(router: Router) -> None:
+        nodes = router.nodes
+        nodes.listed("prefill", frozenset())
+        await nodes.wait_until(lambda: [view.node_id for view in nodes.views()] == ["d"])
+        assert router.fleet.image_input == INPUT
+        error = await refusal_of(router, SMALL)
+        assert isinstance(error, Overloaded)
+        assert "no node of model 'small' that encodes images is ready" in str(error)
+        nodes.listed("prefill", frozenset([prefill.address]))
+        await nodes.wait_until(lambda: sum(view.ready for view in nodes.views()) == 2)
+        request = router.request(SMALL)
+        await request.start()
+        assert await request.wait() == [5]
+
+    run([prefill, decode], scenario)
+
+
 def test_nodes_that_process_images_otherwise_get_none(caplog: pytest.LogCaptureFixture) -> None:
     first, decode = pair()
     other = ScriptedImageNode(MODEL, "q", "prefill", images=msgspec.structs.replace(INPUT, fingerprint=bytes(32)))
@@ -519,7 +559,9 @@ def test_a_move_brings_no_pixels_unless_the_node_asks_for_them() -> None:
 
 def described(node: ImageNode) -> Any:
     """Return what an upload needs to know of a NodeClient."""
-    return SimpleNamespace(description=pb.NodeDescription(node_id="n"), channel=node.channel)
+    return SimpleNamespace(
+        description=pb.NodeDescription(node_id="n"), channel=node.channel, image_slots=asyncio.Semaphore(IMAGES_AT_ONCE)
+    )
 
 
 def test_a_node_has_the_pixels_that_the_router_sends(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class ScriptedImageNode(ScriptedNode, pb_grpc.ImageNodeServicer):
         self.put: list[bytes] = []
         self.cancelled = 0  # calls
         self.most_at_once = 0  # calls with one digest
+        self.most_open = 0  # calls
         self.before: Callable[[Any], Awaitable[None]] = _accept
         self._open = Counter[bytes]()
         super().__init__(model, node_id=node_id)
@@ -44,6 +45,7 @@ class ScriptedImageNode(ScriptedNode, pb_grpc.ImageNodeServicer):
         header = (await anext(request_iterator)).header
         self._open[header.digest] += 1
         self.most_at_once = max(self.most_at_once, self._open[header.digest])
+        self.most_open = max(self.most_open, self._open.total())
         try:
             pixels = b"".join([piece.data async for piece in request_iterator])
             await self.before(context)

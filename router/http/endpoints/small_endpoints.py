@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pdserve import __version__
 from pdserve.errors import Draining, Overloaded, RequestError
 from router.completions_api.body_parsing import convert, parse_json
-from router.completions_api.chat_prompt import read_chat
+from router.completions_api.chat_prompt import count_chat
 from router.completions_api.jobs import check_prompt, check_vocabulary, encode_chat, encode_completion
 from router.completions_api.request_bodies import ChatBody, parse_chat, parse_completion
 from router.dialect.json_pieces import json_chunks, lazy_list, lazy_numbers, parts
@@ -220,8 +220,8 @@ def add_token_routes(app: FastAPI, service: Service, bodies: BodyReader) -> None
     async def count_tokens(request: Request) -> Response:
         body = await bodies.read(request.receive, parse_count_tokens)
         model = service.find(body.model)
-        chat = await read_chat(body, model)
-        return json_response(MessageTokensCount(chat.prompt.num_tokens))
+        prompt = await count_chat(body, model)
+        return json_response(MessageTokensCount(prompt.num_tokens))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -255,5 +255,5 @@ async def _tokenize(model: ServedModel, body: TokenizeBody) -> Sequence[int]:
             chat_template_kwargs=body.chat_template_kwargs,
             add_special_tokens=body.add_special_tokens is True,
         )
-        prompt = (await read_chat(chat, model)).prompt
+        prompt = await count_chat(chat, model)
     return prompt.unpacked()

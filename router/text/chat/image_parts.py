@@ -21,14 +21,17 @@ _SCHEME = "data:"
 _BASE64 = ";base64"
 _MAX_HEADER = 256  # characters of a data: URL before its data
 _MAX_URL = 28 << 20  # characters: the largest file as base64, and some; the data of longer ones is not even copied
+_MAX_HTTP_URL = 8192  # characters
+_HTTP = ("http", "https")
 _AS_DATA = "send the image itself as 'data:image/png;base64,…'"
+NOT_FETCHED = f"has an http URL; no image is fetched here: {_AS_DATA}"  # the fault of such a URL by default
 
 
 class ImagePart(msgspec.Struct):
-    """``data`` is base64, or empty where there is a ``fault``: an error for models that see. Its repr has no data.
+    """``data`` is base64, or empty where there is a ``url``, or a ``fault``: an error for models that see.
 
-    A model without images reads ``instead``; without that, the request is refused. The last field is for images of
-    stored responses whose data is not there: all models read ``instead``.
+    Its repr has no data. A model without images reads ``instead``; without that, the request is refused. ``lost`` is
+    for images of stored responses whose data is not there: all models read ``instead``.
     """
 
     name: str  # its place in the request, for errors: "messages[2].content[1]"
@@ -36,6 +39,7 @@ class ImagePart(msgspec.Struct):
     fault: str = ""  # what is wrong with it: it follows the name in an error
     instead: str = ""
     lost: bool = False
+    url: str = ""  # http or https
 
     def take(self) -> str:
         """Return the data, and forget it: the body of a request outlives the decoding of its images."""
@@ -51,15 +55,18 @@ Part = str | ImagePart  # text or image in a content
 
 
 def image_of_url(url: Any, name: str, detail: Any = None, instead: str = "") -> ImagePart:
-    """Read a ``data:`` URL. Everything else is a fault."""
+    """Read a ``data:`` URL. An http or https URL stays one; everything else is a fault."""
     if detail is not None and detail not in DETAILS:
         return ImagePart(name, fault=f"has detail {shown(detail)}; use one of {', '.join(DETAILS)}", instead=instead)
     if not isinstance(url, str):
         return ImagePart(name, fault=f"has no URL; {_AS_DATA}", instead=instead)
     if url[: len(_SCHEME)].lower() != _SCHEME:
-        scheme = url[:_MAX_HEADER].partition(":")[0].lower()
-        what = "an http URL" if scheme in ("http", "https") else "a URL without the scheme data"
-        return ImagePart(name, fault=f"has {what}; no image is fetched here: {_AS_DATA}", instead=instead)
+        if url[:_MAX_HEADER].partition(":")[0].lower() not in _HTTP:
+            return ImagePart(name, fault=f"has a URL without the scheme data; {_AS_DATA}", instead=instead)
+        if len(url) > _MAX_HTTP_URL:
+            fault = f"has an http URL of {len(url)} characters; the limit is {_MAX_HTTP_URL}, {_AS_DATA}"
+            return ImagePart(name, fault=fault, instead=instead)
+        return ImagePart(name, url=url, instead=instead)
     if len(url) > _MAX_URL:
         fault = f"has a URL of {len(url)} characters; the limit is {_MAX_URL}, send a smaller file"
         return ImagePart(name, fault=fault, instead=instead)
