@@ -407,9 +407,17 @@ def paced_node(see: MakeSeeing, cost: float, depth: int = 1, stages: int = 1, ca
     for _ in range(8):
         node.step()
     ask(node, 2, prompt_of(90), max_tokens=1)  # the node learns what a token costs
-    while (2, 0) not in node.finished:
-        node.step()
+    run_until(node, 2)
     return node
+
+
+def run_until(node: SeeingNode, *rids: int) -> None:
+    """Step until these requests have ended."""
+    for _ in range(100):
+        if all((rid, 0) in node.finished for rid in rids):
+            return
+        node.step()
+    raise AssertionError("a request does not end")
 
 
 def pieces(node: SeeingNode, picture: Picture) -> list[tuple[int, int]]:
@@ -425,8 +433,7 @@ def test_an_image_beside_a_stream_is_encoded_in_pieces(see: MakeSeeing) -> None:
     prompt = prompt_of(3, LARGE, 4)
     begin = len(node.runner.launched)
     ask(node, 3, prompt)
-    while (3, 0) not in node.finished:
-        node.step()
+    run_until(node, 3)
     assert node.tokens[3, 0] == reference(seen(*prompt), 0, 1)
     assert pieces(node, LARGE) == [(block, block + 1) for block in range(DEPTH)]
     assert all(plan.num_decodes for plan in node.runner.launched[begin:])
@@ -435,8 +442,7 @@ def test_an_image_beside_a_stream_is_encoded_in_pieces(see: MakeSeeing) -> None:
     assert node.scheduler.totals.images_encoded == 1
     assert node.scheduler.totals.image_cache_hits == 0
     ask(node, 4, prompt_of(5, LARGE, 4))
-    while (4, 0) not in node.finished:
-        node.step()
+    run_until(node, 4)
     assert node.scheduler.totals.image_cache_hits == 1
 
 
@@ -445,8 +451,7 @@ def test_a_block_that_exceeds_every_step_is_run_all_the_same(see: MakeSeeing) ->
     node.put(LARGE, A)
     ask(node, 3, prompt_of(3, LARGE, 4))
     ask(node, 4, prompt_of(2, A, 4))
-    while not {(3, 0), (4, 0)} <= node.finished.keys():
-        node.step()
+    run_until(node, 3, 4)
     for picture in (LARGE, A):
         assert pieces(node, picture) == [(block, block + 1) for block in range(DEPTH)]
     assert max(len(plan.images) for plan in node.runner.launched) == 1
@@ -486,8 +491,7 @@ def test_a_prompt_that_ends_frees_its_partial_image(see: MakeSeeing) -> None:
     ask(node, 4, prompt_of(other, 4))
     node.step()
     assert node.seeing.partial.keys() == {other.digest}
-    while (4, 0) not in node.finished:
-        node.step()
+    run_until(node, 4)
     assert node.seeing.encoded == [other.digest]
 
 
@@ -495,13 +499,12 @@ def test_a_partial_image_goes_on_for_another_prompt_and_without_pixels(see: Make
     node = paced_node(see, 5.0)
     node.put(LARGE)
     ask(node, 3, prompt_of(LARGE, 4))
-    ask(node, 4, prompt_of(LARGE, 5))
+    ask(node, 4, prompt_of(LARGE, 5), client=2)
     node.step()
     node.step()
     node.obey(Cancel(3))
     node.drop(LARGE)
-    while (4, 0) not in node.finished:
-        node.step()
+    run_until(node, 4)
     assert node.tokens[4, 0] == reference(seen(*prompt_of(LARGE, 5)), 0, 1)
     assert pieces(node, LARGE) == [(block, block + 1) for block in range(DEPTH)]
 
@@ -514,8 +517,7 @@ def test_a_preempted_prompt_begins_its_image_again(see: MakeSeeing) -> None:
     node.step()
     (sequence,) = node.scheduler._live.of_request(3)
     node.scheduler.room.preempt(sequence)
-    while (3, 0) not in node.finished:
-        node.step()
+    run_until(node, 3)
     assert pieces(node, LARGE)[2:] == [(block, block + 1) for block in range(DEPTH)]
 
 
@@ -528,8 +530,7 @@ def test_a_paused_prompt_gives_its_partial_image_up(see: MakeSeeing) -> None:
     node.step()
     assert not node.seeing.partial
     node.obey(Resume(3))
-    while (3, 0) not in node.finished:
-        node.step()
+    run_until(node, 3)
     assert len(pieces(node, LARGE)) == 1 + DEPTH
 
 
@@ -539,8 +540,7 @@ def test_other_weights_drop_a_partial_image(see: MakeSeeing) -> None:
     ask(node, 3, prompt_of(LARGE, 4))
     node.step()
     node.scheduler.images.forget()
-    while (3, 0) not in node.finished:
-        node.step()
+    run_until(node, 3)
     assert pieces(node, LARGE) == [(0, 1), *((block, block + 1) for block in range(DEPTH))]
 
 
