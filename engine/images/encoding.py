@@ -22,12 +22,12 @@ image goes to the partial one, whichever it is. So it is complete after at most 
 of them waits for a prompt that gets no turn. A partial image for which no running prompt waits is dropped: its prompt
 has ended, or was preempted or paused.
 
-**Memory.** Embeddings in use stay (image_cache.py), and so do those of an image that a running prompt is in the middle
-of, and the partial one. So an image may have to wait for memory. A partial image has its memory since its first piece.
+**Memory.** Embeddings in use stay (image_cache.py), and so do those that the next token of a running prompt needs, and
+those of the partial image. So an image may have to wait for memory. A partial image has its memory since its first piece.
 
 **Every prompt ends.** The *due* prompt is the first admitted one whose next token needs an image that lacks
 embeddings. While there is one, it alone may exceed the room or begin a partial image. No later prompt begins an image
-that would take its memory, not even a cached one. What later prompts are in the middle of is not kept from it: they
+that would take its memory, not even a cached one. What the next tokens of later prompts need is not kept from it: they
 encode that again. So others hold memory against it only for steps in flight, which end, for a partial image, which its
 own turns complete, and for prompts admitted before it. These find the embeddings of their next token, so they go on, and
 end or become due. The first admitted prompt of all is due or goes on, and an image alone fits, or ``fault`` has refused
@@ -85,7 +85,8 @@ class ImageEncoding(ImageSteps):
         self._pixels = PixelStore()
         self._cache = ImageCache(costs.cache)
         self._step = 0
-        self._kept: frozenset[bytes] = frozenset()  # images that running prompts are in the middle of
+        self._kept: frozenset[bytes] = frozenset()  # images that the next tokens of running prompts need
+        self._begun: frozenset[bytes] = frozenset()  # images that running prompts are in the middle of
         self._kept_before_due: frozenset[bytes] = frozenset()  # images of the prompts admitted before the due one
         self._before_due: frozenset[Sequence] = frozenset()
         self._due: Sequence | None = None  # None: none is due, or the step encodes its image
@@ -140,16 +141,19 @@ class ImageEncoding(ImageSteps):
         self._due = None
         self._due_image = {}
         kept = self._keep_partial(prompts)
+        begun = list[bytes]()
         for number, sequence in enumerate(prompts):
             for image in images_among(sequence.request.images, sequence.num_launched, sequence.num_launched + 1):
                 if not self._lacks_embeddings(image):
-                    kept += [image.digest] if image.start < sequence.num_launched else []
+                    kept.append(image.digest)
+                    begun += [image.digest] if image.start < sequence.num_launched else []
                 elif self._due is None and self._can_encode(image):
                     self._due = sequence
                     self._due_image = {image.digest: self._costs.size(image)}
                     self._before_due = frozenset(islice(prompts, number))
                     self._kept_before_due = frozenset(kept)
         self._kept = frozenset(kept)
+        self._begun = frozenset(begun)
 
     def limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool = False) -> int:
         begin = sequence.num_launched
@@ -165,7 +169,7 @@ class ImageEncoding(ImageSteps):
             digest = image.digest
             needed[digest] = self._costs.size(image)
             is_cached = not self._lacks_embeddings(image)
-            if not (is_cached and digest in kept) and not self._cache.fits(needed, kept):
+            if not (is_cached and digest in kept and digest in self._begun) and not self._cache.fits(needed, kept):
                 return before
             if is_cached or digest in encoded:
                 continue
