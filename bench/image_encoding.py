@@ -1,13 +1,13 @@
 """Speed of a vision tower by size of image, first tokens of prompts with images, and gaps of streams beside one.
 
-    python bench/image_encoding.py MODEL [--load-format dummy] [--sizes 512x512,1920x1080,3840x2160] [any flag of a node]
+    python bench/image_encoding.py MODEL [--load-format dummy] [--sizes 512x512,3840x2160] [any flag of a node]
 
 A row per size: milliseconds of one image in the tower alone, as a whole and in ``--pieces``, the best of ``--repeat``;
-``share`` is the rate of the tower's products and attention over the rate of a large product on the same card; ``peak_mib``
-is the memory beside weights. Then the whole engine, without router and gRPC: seconds until the first token of a prompt
-with 1, 4 and 16 images (``--counts``) of 1920 × 1080 pixels, each a new one, and of the same prompt again, whose
-embeddings or KV are cached. Last, the longest gap of ``--streams`` streams while an image of the largest size is encoded,
-beside the gap without it and the target in force.
+``share`` is the rate of the tower's products and attention over the rate of a large product on the same card;
+``peak_mib`` is the memory beside weights. Then the whole engine, without router and gRPC: seconds until the first token
+of a prompt with 1, 4 and 16 images (``--counts``) of 1920 × 1080 pixels, each a new one, and of the same prompt again,
+whose embeddings or KV are cached. Last, the longest gap of ``--streams`` streams while an image of the largest size is
+encoded, beside the gap without it and the target in force.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -32,8 +33,8 @@ from node.engine_client.request_events import Event
 from pdserve.config.device import detect_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import add_node_flags, node_options_from
-from pdserve.config.resolve import resolve
 from pdserve.config.resolution.images import SCREEN
+from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.images import ImageInput, ImageMode, ImageSpan, image_digest
 from pdserve.ipc.messages import DropPixels, Mode, PutPixels, RankPlacement, Refused, Submit
@@ -90,13 +91,13 @@ class Outputs:
 def seconds_of(run: Callable[[], object], repeat: int, device: torch.device) -> float:
     """Return the best of ``repeat`` runs, behind one that is not measured."""
     best = float("inf")
-    for _ in range(1 + repeat):
+    for number in range(1 + repeat):
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds = time.perf_counter() - start
-        best = min(best, seconds) if _ else best
+        best = min(best, seconds) if number else best
     return best
 
 
@@ -115,12 +116,13 @@ def measure_tower(config: NodeConfig, args: argparse.Namespace) -> None:
     device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, config.dtype)
     tower = build_tower(config, TensorPlacement(device, dtype, dtype))
-    assert tower is not None and config.image_input is not None and config.model.vision is not None
+    assert tower is not None
+    assert config.image_input is not None
     fill_tower(tower)
-    vision = config.model.vision
+    vision = tower.config
     size = PRODUCT if device.type == "cuda" else 512
     factor = torch.ones(size, size, dtype=dtype, device=device)
-    rate = 2 * size**3 / seconds_of(lambda: factor @ factor, args.repeat, device)
+    rate = 2 * size**3 / seconds_of(partial(torch.matmul, factor, factor), args.repeat, device)
     print(json.dumps({"product_tflop_per_s": round(rate / 1e12, 3)}), flush=True)
     del factor
     for height, width in args.sizes:
@@ -132,9 +134,9 @@ def measure_tower(config: NodeConfig, args: argparse.Namespace) -> None:
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-        whole = seconds_of(lambda pixels=pixels: run_tower(tower, pixels, 1), args.repeat, device)  # type: ignore[misc]
+        whole = seconds_of(partial(run_tower, tower, pixels, 1), args.repeat, device)
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-        divided = seconds_of(lambda pixels=pixels: run_tower(tower, pixels, args.pieces), args.repeat, device)  # type: ignore[misc]
+        divided = seconds_of(partial(run_tower, tower, pixels, args.pieces), args.repeat, device)
         flops = tokens * vision.token_flops(tokens * vision.merge_size**2)
         row = {
             "pixels": f"{picture.width}x{picture.height}",

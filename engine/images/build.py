@@ -15,7 +15,8 @@ def build_images(config: NodeConfig, block_size: int) -> ImagesFactory:
     if config.images is not ImageMode.TOWER:
         return no_images
     vision = config.model.vision
-    assert vision is not None and config.image_input is not None, "a node with a tower knows what images it takes"
+    assert vision is not None, "a node with a tower has its configuration"
+    assert config.image_input is not None, "a node with a tower knows what images it takes"
     costs = EncodingCosts(
         accepted=config.image_input,
         cache=config.image_cache,

@@ -18,20 +18,21 @@ A piece has the blocks of the tower that fit into the room of its step, and at l
 the room. The last piece comes with a chunk of the prompt if both fit.
 
 **At most one image is partial**, so that hidden states take bounded memory. The room of every prompt that waits for an
-image goes to the partial one, whichever it is. So it is complete after at most ``depth`` turns of such prompts, and none
-of them waits for a prompt that gets no turn. A partial image for which no running prompt waits is dropped: its prompt
-has ended, or was preempted or paused.
+image goes to the partial one, whichever it is. So it is complete after at most ``depth`` turns of such prompts, and
+none of them waits for a prompt that gets no turn. A partial image for which no running prompt waits is dropped: its
+prompt has ended, or was preempted or paused.
 
 **Memory.** Embeddings in use stay (image_cache.py), and so do those that the next token of a running prompt needs, and
-those of the partial image. So an image may have to wait for memory. A partial image has its memory since its first piece.
+those of the partial image. So an image may have to wait for memory. A partial image has its memory since its first
+piece.
 
-**Every prompt ends.** The *due* prompt is the first admitted one whose next token needs an image that lacks
-embeddings. While there is one, it alone may exceed the room or begin a partial image. No later prompt begins an image
-that would take its memory, not even a cached one. What the next tokens of later prompts need is not kept from it: they
-encode that again. So others hold memory against it only for steps in flight, which end, for a partial image, which its
-own turns complete, and for prompts admitted before it. These find the embeddings of their next token, so they go on, and
-end or become due. The first admitted prompt of all is due or goes on, and an image alone fits, or ``fault`` has refused
-its prompt.
+**Every prompt ends.** The *due* prompt is the first admitted one whose next token needs an image that lacks embeddings.
+While there is one, it alone may exceed the room or begin a partial image. No later prompt begins an image that would
+take its memory, not even a cached one. What the next tokens of later prompts need is not kept from it: they encode that
+again. So others hold memory against it only for steps in flight, which end, for a partial image, which its own turns
+complete, and for prompts admitted before it. These find the embeddings of their next token, so they go on, and end or
+become due. The first admitted prompt of all is due or goes on, and an image alone fits, or ``fault`` has refused its
+prompt.
 """
 
 from __future__ import annotations

@@ -121,8 +121,7 @@ class SimulatedSteps:
         cell = self._accepted.cell**2
         cost = self._image_token_cost
         return sum(
-            cost.work(image.height * image.width // cell, image.first, image.last, image.depth)
-            for image in plan.images
+            cost.work(image.height * image.width // cell, image.first, image.last, image.depth) for image in plan.images
         )
 
 

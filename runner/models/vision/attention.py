@@ -1,10 +1,10 @@
 """Full attention among the patches of an image, whose memory never grows with the square of the patches.
 
 On a GPU, FlashAttention and the memory-efficient kernel of PyTorch hold no scores. FlashAttention takes bfloat16 and
-float16 with heads of up to 256 values; Qwen's towers have 72, which it computes as 96. The memory-efficient kernel takes
-float32. Whatever both lack would take products with all scores: 256 GiB for 16 heads and 65,536 patches in float32. So
-the queries are divided there. cuDNN's kernel is left out: PyTorch prefers it on Hopper, but it is built for each number
-of patches, and images have many sizes.
+float16 with heads of up to 256 values; Qwen's towers have 72, which it computes as 96. The memory-efficient kernel
+takes float32. Whatever both lack would take products with all scores: 256 GiB for 16 heads and 65,536 patches in
+float32. So the queries are divided there. cuDNN's kernel is left out: PyTorch prefers it on Hopper, but it is built for
+each number of patches, and images have many sizes.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ class ImageEmbeddings:
 
     def take_hidden(self, digest: bytes) -> Tensor:
         """Return the hidden states of an image, which the next ``keep_hidden`` overwrites."""
-        assert self._partial is not None and self._partial[0] == digest, "a piece follows none of its image"
+        assert self._partial is not None, "a piece follows none"
+        assert self._partial[0] == digest, "a piece follows one of another image"
         x = self._hidden[: self._partial[1]]
         self._partial = None
         return x
