@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-_MOST_SCORES = 1 << 26  # of some queries with all keys, at a time: 256 MiB in float32
+_MOST_SCORES = 1 << 26  # 256 MiB in float32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
