@@ -190,7 +190,7 @@ def _describe_images(config: NodeConfig) -> dict[str, Any]:
         "tower_bytes": config.tower_bytes,
         "cache_bytes": config.image_cache,
         "bytes_per_token": config.image_token_bytes,
-        "token_cost": config.image_token_cost,
+        "token_cost": config.image_token_cost.at(0 if accepted is None else token_count(accepted, *SCREEN)),
         "tokens_of_1080p": 0 if accepted is None else token_count(accepted, *SCREEN),
         "largest_image": 0 if accepted is None else most_tokens(accepted, config.max_model_len),
     }

@@ -159,9 +159,27 @@ def choices_compute_images(images: Images, n: int, num_tokens: int, block_size: 
     return n > 1 and bool(images) and images[-1].end > shared
 
 
-def encoding_work(num_pixels: int, accepted: ImageInput, token_cost: float) -> int:
-    """Return the work of encoding an image, in tokens of a prompt; ``token_cost``: the work of a token of an image."""
-    return ceil(num_pixels // accepted.cell**2 * token_cost)
+class EncodingCost(msgspec.Struct, frozen=True):
+    """The work of encoding a token of an image, in tokens of a prompt that attend to none: ``base + slope × tokens``.
+
+    It grows with the tokens of the image, which attend to each other.
+    """
+
+    base: float = 0.0
+    slope: float = 0.0
+
+    def at(self, num_tokens: int) -> float:
+        return self.base + self.slope * num_tokens
+
+    def work(self, num_tokens: int, first: int = 0, last: int = 1, depth: int = 1) -> int:
+        """Return the work of an image in blocks ``first`` … ``last`` - 1 of ``depth``. Pieces sum up to the whole."""
+        whole = ceil(num_tokens * self.at(num_tokens))
+        return whole * last // depth - whole * first // depth
+
+    def last_within(self, work: int, num_tokens: int, first: int, depth: int) -> int:
+        """Return how many blocks an image may have passed after ``work`` more than the ``first`` ones take."""
+        whole = ceil(num_tokens * self.at(num_tokens))
+        return min(depth, ((work + whole * first // depth + 1) * depth - 1) // whole) if whole else depth
 
 
 def image_digest(fingerprint: bytes, height: int, width: int, pixels: bytes | memoryview) -> bytes:

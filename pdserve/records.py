@@ -147,12 +147,29 @@ NO_ORDERS = KVConnectorOrders()
 
 
 class EncodedImage(msgspec.Struct, frozen=True):
-    """An image that the first stage encodes before a step. Its embeddings stay until ``StepPlan.dropped_images``."""
+    """An image that the first stage encodes before a step, as a whole or in pieces, which follow each other.
+
+    A piece runs blocks ``first`` … ``last`` - 1 of a tower of ``depth`` blocks. The last one stores the embeddings.
+    These, or the hidden states between two pieces, stay until ``StepPlan.dropped_images``. Images may be encoded as
+    wholes between the pieces of another one, but pieces of two images never alternate.
+    """
 
     digest: bytes  # ImageSpan.digest
     height: int  # pixels
     width: int
-    pixels: bytes  # uint8 [height, width, 3], RGB
+    pixels: bytes  # uint8 [height, width, 3], RGB; empty in a piece that is not the first
+    first: int = 0
+    last: int = 1
+    depth: int = 1  # 1: the tower is not divided
+
+    @property
+    def begins(self) -> bool:
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the image has embeddings after it."""
+        return self.last == self.depth
 
 
 class NewSequence(msgspec.Struct, frozen=True):
@@ -257,11 +274,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     state_snapshots: tuple[StateSnapshot, ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
     dropped_images: tuple[bytes, ...] = ()  # digests of embeddings that no step needs any more; before ``images``
-    images: tuple[EncodedImage, ...] = ()  # encoded before the forward pass; no step computes their tokens earlier
+    images: tuple[EncodedImage, ...] = ()  # encoded before the forward pass; pieces may come without ``scheduled``
 
     @property
     def has_orders(self) -> bool:
-        return bool(self.scheduled or self.finished or self.digests or self.dropped_images)
+        return bool(self.scheduled or self.finished or self.digests or self.dropped_images or self.images)
 
     @property
     def num_tokens(self) -> int:

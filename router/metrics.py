@@ -232,7 +232,9 @@ class RouterMetrics:
         self.image_seconds = metrics.histogram(
             "pdserve_image_decode_seconds", "Time to decode and resize an image.", _TTFT_BUCKETS
         )
-        self.image_bytes = metrics.gauge("pdserve_loaded_image_bytes", "Pixels, and files to store, of the images of running requests.")
+        self.image_bytes = metrics.gauge(
+            "pdserve_loaded_image_bytes", "Pixels, and files to store, of the images of running requests."
+        )
 
     def _add_nodes(self, metrics: MetricSet) -> None:
         self.migrations = metrics.counter(

@@ -191,6 +191,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             return step
         for part in parts:
             part.after_step()
+        if plan.images and not plan.scheduled:
+            step = step_without_samples(plan.step, self._device)
         return StepWithParts(step, parts)
 
     def _update(self, plan: StepPlan) -> None:

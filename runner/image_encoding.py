@@ -12,6 +12,7 @@ forward pass, behind the steps before.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from pdserve.config.node_config import NodeConfig
 from pdserve.image_positions import rope_delta, rope_offsets
 from pdserve.image_tokens import embedded_tokens
-from pdserve.images import ImageInput, Images
+from pdserve.images import ImageInput, Images, largest_image
 from pdserve.records import EncodedImage, NewSequence, ScheduledSequence, StepPlan
 from runner.models.vision.embeddings import ImageEmbeddings, ImagePart
 from runner.models.vision.inputs import ImageInputs
@@ -93,7 +94,8 @@ class ImageEncoding(StepFeature[Any]):
         assert config.image_input is not None
         self._accepted = config.image_input
         self._by_axis = config.model.vision.rope_sections is not None
-        self._embeddings = ImageEmbeddings(config.model.vision, capacity, placement)
+        largest = 0 if tower is None else largest_image(config.image_input, config.max_model_len)
+        self._embeddings = ImageEmbeddings(config.model.vision, capacity, largest, placement)
         self._sequences: dict[int, _Sequence] = {}
         inputs.offsets.zero_()  # a feature before this one, of a trial run, may have left others
         self._num_written = 0  # tokens in ``inputs.offsets`` that may differ from 0
@@ -111,11 +113,9 @@ class ImageEncoding(StepFeature[Any]):
     def part(self, plan: StepPlan) -> StepPart[Any] | None:
         for digest in plan.dropped_images:
             self._embeddings.drop(digest)
-        if not plan.scheduled:
-            return None
-        rows = self._rows(plan)
+        rows = self._rows(plan) if plan.scheduled else None
         images = plan.images if self._tower is not None else ()
-        return _ImageStep(self, images, rows) if images or rows is not None else None
+        return _ImageStep(self, images, rows, bool(plan.scheduled)) if images or rows is not None else None
 
     def weights_changed(self) -> None:
         self._embeddings.clear()
@@ -140,9 +140,26 @@ class ImageEncoding(StepFeature[Any]):
         return rows if rows.parts or self._num_written or rows.offsets[0].any() else None
 
     def encode(self, image: EncodedImage) -> None:
-        assert self._tower is not None
-        pixels = copied_bytes(image.pixels, self._device).view(image.height, image.width, -1)
-        self._embeddings.put(image.digest, self._tower.encode(pixels))
+        """Encode an image, or a piece of it."""
+        tower = self._tower
+        assert tower is not None
+        digest = image.digest
+        embeddings = self._embeddings
+        if image.begins:
+            x = tower.begin(copied_bytes(image.pixels, self._device).view(image.height, image.width, -1))
+            embeddings.reserve(digest, len(x) // tower.config.merge_size**2)
+        else:
+            x = embeddings.take_hidden(digest)
+        last = tower.config.depth if image.ends else image.last
+        keep = partial(self._keep_deepstack, digest)
+        x = tower.run(x, image.height, image.width, image.first, last, keep)
+        if image.ends:
+            embeddings.put(digest, 0, tower.end(x))
+        else:
+            embeddings.keep_hidden(digest, x)
+
+    def _keep_deepstack(self, digest: bytes, layer: int, rows: torch.Tensor) -> None:
+        self._embeddings.put(digest, 1 + layer, rows)
 
     def begin(self, rows: _Rows) -> None:
         """Give the next forward pass its inputs."""
@@ -167,7 +184,11 @@ class ImageEncoding(StepFeature[Any]):
 
 
 class _ImageStep(StepPart[Any]):
-    def __init__(self, feature: ImageEncoding, images: tuple[EncodedImage, ...], rows: _Rows | None) -> None:
+    def __init__(
+        self, feature: ImageEncoding, images: tuple[EncodedImage, ...], rows: _Rows | None, has_forward: bool
+    ) -> None:
+        """``has_forward``: the step computes tokens. Pieces may come without."""
+        self._has_forward = has_forward
         self._feature = feature
         self._images = images
         self._rows = rows
@@ -180,3 +201,7 @@ class _ImageStep(StepPart[Any]):
 
     def after_forward(self, batch: Any, hidden: torch.Tensor) -> None:
         self._feature.end()
+
+    def after_step(self) -> None:
+        if not self._has_forward:
+            self.before_forward(None)

@@ -66,7 +66,10 @@ class StepPipeline:
 
         Pipeline stages are free as soon as their step has moved on to the next one.
         """
-        if len(self._in_flight) != 1 or self._stages > 1 or not self._in_flight[0].plan.num_prompt_tokens:
+        if len(self._in_flight) != 1 or self._stages > 1:
+            return 0.0
+        plan = self._in_flight[0].plan
+        if not (plan.num_prompt_tokens or plan.images):
             return 0.0
         return self.ends_at - self._lead
 

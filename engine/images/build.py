@@ -14,6 +14,8 @@ def build_images(config: NodeConfig, block_size: int) -> ImagesFactory:
     """Return what makes the part of a scheduler that has images encoded: nothing without a vision tower."""
     if config.images is not ImageMode.TOWER:
         return no_images
+    vision = config.model.vision
+    assert vision is not None, "a node with a tower has its configuration"
     assert config.image_input is not None, "a node with a tower knows what images it takes"
     costs = EncodingCosts(
         accepted=config.image_input,
@@ -21,5 +23,6 @@ def build_images(config: NodeConfig, block_size: int) -> ImagesFactory:
         token_bytes=config.image_token_bytes,
         token_cost=config.image_token_cost,
         least=block_size,
+        depth=vision.depth,
     )
     return partial(ImageEncoding, costs)

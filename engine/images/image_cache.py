@@ -61,7 +61,12 @@ class ImageCache:
     def forget(self) -> None:
         """Drop all embeddings: other weights make others. No step is in flight."""
         for digest in tuple(self._entries):
-            self._drop(digest)
+            self.drop(digest)
+
+    def drop(self, digest: bytes) -> None:
+        """Drop the embeddings of an image with the next plan. No step in flight reads them."""
+        self.num_bytes -= self._entries.pop(digest).num_bytes
+        self._dropped.append(digest)
 
     def take_dropped(self) -> tuple[bytes, ...]:
         """Return the digests that the plan being made drops, before it encodes any."""
@@ -74,12 +79,8 @@ class ImageCache:
             if self.num_bytes + num_bytes <= self.capacity:
                 return
             if not self._stays(digest, entry, kept):
-                self._drop(digest)
+                self.drop(digest)
         assert self.num_bytes + num_bytes <= self.capacity, "an image is encoded that does not fit"
-
-    def _drop(self, digest: bytes) -> None:
-        self.num_bytes -= self._entries.pop(digest).num_bytes
-        self._dropped.append(digest)
 
     def _stays(self, digest: bytes, entry: _Entry, kept: Collection[bytes]) -> bool:
         return entry.last_step > self._applied or digest in kept

@@ -60,10 +60,10 @@ class ImageSteps:
     def begin(self, step: int, prompts: Collection[Sequence]) -> None:
         """Begin to plan a step. ``prompts`` run already, first admitted first."""
 
-    def limit(self, sequence: Sequence, num_tokens: int, room: int) -> int:
+    def limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool = False) -> int:
         """Return how many of its next ``num_tokens`` tokens the step may compute; 0: it has to wait for an image.
 
-        ``room``: tokens that fit into the step, with the work of encoding.
+        ``room``: tokens that fit into the step, with the work of encoding. ``paced``: sequences decode beside it.
         """
         return num_tokens
 
@@ -71,6 +71,13 @@ class ImageSteps:
         """Order what its next ``num_tokens`` tokens need. Return the work of encoding, in tokens of a prompt.
 
         These are at most as many as ``limit`` allows, of the same ``room``.
+        """
+        return 0
+
+    def add_piece(self, sequence: Sequence, room: int) -> int:
+        """Order a piece of an image that has to be encoded before a sequence goes on. Return its work, as ``add``.
+
+        ``limit`` lets the sequence wait. ``room``: work that fits into the step.
         """
         return 0
 

@@ -151,6 +151,12 @@ class ChunkBudget:
         """Count the encoding of images, in tokens of a prompt that attend to none."""
         self._spent += work * self._cost.base
 
+    def image_room(self, sequence: Sequence) -> int:
+        """Count the tokens that attend to none, as ``spend_images`` counts them, which fit for ``sequence``."""
+        left = self._seconds - self._spent - (0.0 if sequence is self._oldest else self._reserved)
+        base = self._cost.base
+        return int(min(max(left, 0.0) / base, _MANY)) if base > 0.0 else _MANY
+
     def _cost_of(self, sequence: Sequence, num_tokens: int) -> float:
         return num_tokens * self._cost.at(sequence.num_launched + num_tokens / 2)
 

@@ -80,12 +80,22 @@ class StepBuilder:
         return self._room(sequence, self.crowding if self.has_prompts else self._find_crowding(sequence, self._step))
 
     def _room(self, sequence: Sequence, crowding: int | None) -> int:
+        room = self._room_in_step(sequence, crowding)
+        return room if self.budget is None or sequence.continues_output else min(room, self.budget.room(sequence))
+
+    def _image_room(self, sequence: Sequence) -> int:
+        """Count the work of images for a prompt that fits. Streams keep their gaps also if it continues an output."""
+        room = self._room_in_step(sequence, self.crowding)
+        return room if self.budget is None else min(room, self.budget.image_room(sequence))
+
+    def _room_in_step(self, sequence: Sequence, crowding: int | None) -> int:
+        """Count the tokens of a prompt that fit, without the budget."""
         room = self._tokens_left
         if self._prompt_tokens:
             room = min(room, self._full_step - self._prompt_tokens - self._image_work)
         if sequence.request.client == crowding:
             room = min(room, self._crowding_tokens)
-        return room if self.budget is None or sequence.continues_output else min(room, self.budget.room(sequence))
+        return room
 
     def has_room_beside(self, sequence: Sequence) -> bool:
         """Whether the sequence fits into half of the step; running prompts get the other half."""
@@ -118,13 +128,17 @@ class StepBuilder:
     def add_prompt(self, sequence: Sequence) -> int:
         """Add as many of its missing tokens as fit, at least one, with one snapshot among them. Return how many.
 
-        Return 0 if the first of them waits for an image.
+        Return 0 if the first of them waits for an image, of which the step may encode a piece.
         """
         missing = sequence.missing
         covered = sequence.table.covered - sequence.num_launched
         room = self._room(sequence, self.crowding)
-        num_tokens = self._images.limit(sequence, max(1, min(missing, room, covered)), room)
+        num_tokens = max(1, min(missing, room, covered))
+        image_room = self._image_room(sequence)
+        room = min(room, image_room)
+        num_tokens = self._images.limit(sequence, num_tokens, room, paced=self.budget is not None)
         if not num_tokens:
+            self._count_images(sequence, self._images.add_piece(sequence, image_room))
             return 0
         if sequence.state is not None:
             num_tokens = sequence.state.limit(sequence.num_launched, num_tokens)
@@ -133,7 +147,7 @@ class StepBuilder:
                 spare = (self._most_tokens - self._tokens_left + num_tokens) % self._tile
                 num_tokens -= spare if spare < num_tokens else 0
             self.budget.spend(sequence, num_tokens)
-        self._add_images(sequence, num_tokens, room)
+        self._count_images(sequence, self._images.add(sequence, num_tokens, room))
         self._send_blocks(sequence)
         if sequence.ends_after(num_tokens):
             self._add_masks(sequence)
@@ -146,9 +160,8 @@ class StepBuilder:
         self._prompts.append(sequence)
         return num_tokens
 
-    def _add_images(self, sequence: Sequence, num_tokens: int, room: int) -> None:
-        """Have the step encode the images that the next tokens of a prompt need."""
-        work = self._images.add(sequence, num_tokens, room)
+    def _count_images(self, sequence: Sequence, work: int) -> None:
+        """Count the encoding of images for a prompt, in tokens."""
         self._image_work += work
         if self.budget is not None:
             self.budget.spend_images(work)

@@ -46,8 +46,8 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
 
 
 def image_memory(config: NodeConfig) -> int:
-    """Return the bytes of a rank's vision tower and of the embeddings of images; 0 if it encodes none."""
-    return config.tower_bytes + config.image_cache if config.has_tower else 0
+    """Return the bytes of a rank's vision tower, embeddings and hidden states of images; 0 if it encodes none."""
+    return config.tower_bytes + config.image_cache + config.image_hidden_bytes if config.has_tower else 0
 
 
 def _gib(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import ParallelConfig, RankPosition
 from pdserve.config.runner_oracle import Decision
 from pdserve.config.simulated_costs import SimulatedCosts
-from pdserve.images import ImageInput, ImageMode
+from pdserve.images import EncodingCost, ImageInput, ImageMode, largest_image
 from pdserve.kv.layout import DTYPE_BYTES, UNSCALED, KVLayout, KVScales, KVShare
 from pdserve.kv.states import StateLayout, StateShare
 from pdserve.model.image_processor import ImageProcessor
@@ -72,7 +72,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_processor: ImageProcessor | None = None  # set if ``images`` is TOWER
     image_cache: int = 0  # bytes of embeddings on each device of the first stage; at least those of the largest image
     image_token_bytes: int = 0  # embeddings of a token of an image, with what joins later layers
-    image_token_cost: float = 0.0  # work of encoding a token of an image, in tokens of a prompt
+    image_token_cost: EncodingCost = EncodingCost()
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason
@@ -93,6 +93,14 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of the weights of this rank's vision tower; 0 if it encodes no images."""
         vision = self.model.vision
         return 0 if vision is None or not self.has_tower else vision.num_weights * DTYPE_BYTES[self.dtype]
+
+    @property
+    def image_hidden_bytes(self) -> int:
+        """Bytes of the hidden states of the largest image between two pieces of its encoding; 0 without a tower."""
+        vision = self.model.vision
+        if vision is None or self.image_input is None or not self.has_tower:
+            return 0
+        return largest_image(self.image_input, self.max_model_len) * vision.merged_size * DTYPE_BYTES[self.dtype]
 
     @property
     def share(self) -> KVShare:

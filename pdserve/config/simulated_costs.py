@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.images import ImageInput, encoding_work
+from pdserve.images import EncodingCost, ImageInput
 from pdserve.records import StepPlan
 
 _HIDDEN_SHARE = 0.23  # fraction of prompt time that the read of the weights hides; measured beside decodes on an H100
@@ -82,11 +82,13 @@ class SimulatedCosts(msgspec.Struct, frozen=True):
 class SimulatedSteps:
     """The seconds of a node's steps, from their plans in order."""
 
-    def __init__(self, costs: StepSeconds, accepted: ImageInput | None = None, image_token_cost: float = 0.0) -> None:
+    def __init__(
+        self, costs: StepSeconds, accepted: ImageInput | None = None, image_token_cost: EncodingCost | None = None
+    ) -> None:
         """``accepted`` and ``image_token_cost`` are those of NodeConfig; without them no image is encoded."""
         self._costs = costs
         self._accepted = accepted
-        self._image_token_cost = image_token_cost
+        self._image_token_cost = image_token_cost or EncodingCost()
         self._tokens: dict[int, int] = {}  # tokens with KV, by sequence
 
     def seconds(self, plan: StepPlan) -> float:
@@ -116,8 +118,11 @@ class SimulatedSteps:
     def _image_work(self, plan: StepPlan) -> int:
         if self._accepted is None:
             return 0
-        sizes = (image.height * image.width for image in plan.images)
-        return sum(encoding_work(num_pixels, self._accepted, self._image_token_cost) for num_pixels in sizes)
+        cell = self._accepted.cell**2
+        cost = self._image_token_cost
+        return sum(
+            cost.work(image.height * image.width // cell, image.first, image.last, image.depth) for image in plan.images
+        )
 
 
 def choose_costs(changes: Iterable[str], speed: float) -> SimulatedCosts:

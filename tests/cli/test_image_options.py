@@ -56,7 +56,8 @@ def test_checkpoints_with_a_tower_take_images(checkpoint: Path) -> None:
     assert config.image_token_bytes == 64 * 4 * (1 + len(vision.deepstack))
     assert config.image_cache == 2 * 256 * config.image_token_bytes
     assert config.has_tower
-    assert image_memory(config) == config.image_cache + 4 * vision.num_weights
+    assert config.image_hidden_bytes == 4 * 256 * 4 * vision.hidden_size
+    assert image_memory(config) == config.image_cache + config.image_hidden_bytes + 4 * vision.num_weights
     with pytest.raises(CapacityError, match="weights"):
         check_room(config, "float32", 1 << 20)
     assert "images     a vision tower of" in as_text(config)

@@ -13,21 +13,28 @@ from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from toy import reference
-from toy_images import Picture, SeeingNode, ask, prompt_of, seen
+from toy_images import DEPTH, INPUT, Picture, SeeingNode, ask, prompt_of, seen
 from toy_node import BLOCK, DEPTHS, Node
 
 from engine.images.image_cache import ImageCache
 from engine.images.image_steps import no_images
 from engine.images.pixel_store import PixelStore
 from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
+from pdserve.images import EncodingCost
 from pdserve.ipc.messages import Cancel, FreeLease, KVConfirmed, Mode, Pause, PrefillLocally, Refused, Resume
-from pdserve.records import StepPlan
 from pdserve.sampling_params import SamplingParams
 
 A = Picture(1)
 B = Picture(2)
 LARGE = Picture(3, 3, 4)
 MakeSeeing = Callable[..., SeeingNode]
+COSTS = SimulatedCosts(step=2e-3, decode=0.0, decode_context=0.0, prompt_token=1e-3, prompt_context=0.0, hidden=0.0)
+
+
+def paced(cost: float) -> dict[str, Any]:
+    """Return the options of a node whose steps are to take 20 ms at most beside streams."""
+    seconds = SimulatedSteps(COSTS, INPUT, EncodingCost(cost)).seconds
+    return {"itl_target": 0.02, "batch_tokens": 64, "full_step": 64, "seconds": seconds}
 
 
 @pytest.fixture
@@ -377,15 +384,8 @@ def test_an_image_that_never_fits_is_refused_at_once(see: MakeSeeing) -> None:
 
 
 def test_streams_keep_their_gap_while_images_are_encoded(see: MakeSeeing) -> None:
-    """An image of 12 tokens costs as much as 48 of text; the target allows steps of 20 ms, a token takes 1 ms."""
-    costs = SimulatedCosts(step=2e-3, decode=0.0, decode_context=0.0, prompt_token=1e-3, prompt_context=0.0, hidden=0.0)
-    steps = SimulatedSteps(costs)
-    encoding = 4e-3  # seconds per token of an image
-
-    def seconds(plan: StepPlan) -> float:
-        return steps.seconds(plan) + sum(encoding * image.height * image.width / 4 for image in plan.images)
-
-    node = see(400, cache=400, cost=4.0, seconds=seconds, itl_target=0.02, batch_tokens=64, full_step=64)
+    """An image of 3 tokens costs as much as 12 of text; the target allows steps of 20 ms, a token takes 1 ms."""
+    node = see(400, cache=400, cost=4.0, **paced(4.0))
     pictures = [Picture(10 + number, 1, 3) for number in range(12)]  # 12 ms each
     node.put(*pictures)
     ask(node, 1, prompt_of(4), max_tokens=80)
@@ -396,8 +396,167 @@ def test_streams_keep_their_gap_while_images_are_encoded(see: MakeSeeing) -> Non
     node.run()
     mixed = [plan for plan in node.runner.launched if plan.num_decodes and plan.images]
     assert mixed
-    assert max(len(plan.images) for plan in mixed[2:]) == 1
+    assert max(len(plan.images) for plan in mixed[2:]) <= 2  # the rest of one, and the beginning of another
     assert len(node.seeing.encoded) == len(pictures)
+
+
+def paced_node(see: MakeSeeing, cost: float, depth: int = 1, stages: int = 1, cache: int = 40) -> SeeingNode:
+    """Return a node with a stream that decodes, whose steps with prompts may take 20 ms; a token takes 1 ms."""
+    node = see(400, depth, stages, cache=cache, cost=cost, **paced(cost))
+    ask(node, 1, prompt_of(4), max_tokens=200)
+    for _ in range(8):
+        node.step()
+    ask(node, 2, prompt_of(90), max_tokens=1)  # the node learns what a token costs
+    run_until(node, 2)
+    return node
+
+
+def run_until(node: SeeingNode, *rids: int) -> None:
+    """Step until these requests have ended."""
+    for _ in range(100):
+        if all((rid, 0) in node.finished for rid in rids):
+            return
+        node.step()
+    raise AssertionError("a request does not end")
+
+
+def pieces(node: SeeingNode, picture: Picture) -> list[tuple[int, int]]:
+    """Return the pieces in which a picture was encoded."""
+    plans = node.runner.launched
+    return [(image.first, image.last) for plan in plans for image in plan.images if image.digest == picture.digest]
+
+
+def test_an_image_beside_a_stream_is_encoded_in_pieces(see: MakeSeeing) -> None:
+    """The image takes 60 ms, a block of the tower 12. Each step decodes, too, and takes 20 ms at most."""
+    node = paced_node(see, 5.0)
+    node.put(LARGE)
+    prompt = prompt_of(3, LARGE, 4)
+    begin = len(node.runner.launched)
+    ask(node, 3, prompt)
+    run_until(node, 3)
+    assert node.tokens[3, 0] == reference(seen(*prompt), 0, 1)
+    assert pieces(node, LARGE) == [(block, block + 1) for block in range(DEPTH)]
+    assert all(plan.num_decodes for plan in node.runner.launched[begin:])
+    steps = SimulatedSteps(COSTS, INPUT, EncodingCost(5.0))
+    assert max(map(steps.seconds, node.runner.launched[begin:])) <= 0.0205
+    assert node.scheduler.totals.images_encoded == 1
+    assert node.scheduler.totals.image_cache_hits == 0
+    ask(node, 4, prompt_of(5, LARGE, 4))
+    run_until(node, 4)
+    assert node.scheduler.totals.image_cache_hits == 1
+
+
+def test_a_block_that_exceeds_every_step_is_run_all_the_same(see: MakeSeeing) -> None:
+    node = paced_node(see, 100.0)
+    node.put(LARGE, A)
+    ask(node, 3, prompt_of(3, LARGE, 4))
+    ask(node, 4, prompt_of(2, A, 4))
+    run_until(node, 3, 4)
+    for picture in (LARGE, A):
+        assert pieces(node, picture) == [(block, block + 1) for block in range(DEPTH)]
+    assert max(len(plan.images) for plan in node.runner.launched) == 1
+
+
+def test_an_image_without_streams_is_encoded_in_one_piece(see: MakeSeeing) -> None:
+    node = see(400, cache=40, cost=100.0, **paced(100.0))
+    node.put(LARGE)
+    ask(node, 3, prompt_of(3, LARGE, 4))
+    node.run()
+    assert pieces(node, LARGE) == [(0, DEPTH)]
+
+
+def test_the_rest_of_an_image_whose_streams_have_ended_is_one_piece(see: MakeSeeing) -> None:
+    node = paced_node(see, 5.0)
+    node.put(LARGE)
+    prompt = prompt_of(LARGE, 4)
+    ask(node, 3, prompt)
+    node.step()
+    node.step()
+    node.obey(Cancel(1))
+    node.run()
+    assert pieces(node, LARGE) == [(0, 1), (1, 2), (2, DEPTH)]
+    assert node.tokens[3, 0] == reference(seen(*prompt), 0, 1)
+
+
+def test_a_prompt_that_ends_frees_its_partial_image(see: MakeSeeing) -> None:
+    """Its hidden states make room for those of another one, and its embeddings, of which there is room for one."""
+    node = paced_node(see, 5.0, cache=12)
+    other = Picture(4, 3, 4)
+    node.put(LARGE, other)
+    ask(node, 3, prompt_of(LARGE, 4))
+    node.step()
+    assert node.seeing.partial.keys() == {LARGE.digest}
+    node.obey(Cancel(3))
+    node.drop(LARGE)
+    ask(node, 4, prompt_of(other, 4))
+    node.step()
+    assert node.seeing.partial.keys() == {other.digest}
+    run_until(node, 4)
+    assert node.seeing.encoded == [other.digest]
+
+
+def test_a_partial_image_goes_on_for_another_prompt_and_without_pixels(see: MakeSeeing) -> None:
+    node = paced_node(see, 5.0)
+    node.put(LARGE)
+    ask(node, 3, prompt_of(LARGE, 4))
+    ask(node, 4, prompt_of(LARGE, 5), client=2)
+    node.step()
+    node.step()
+    node.obey(Cancel(3))
+    node.drop(LARGE)
+    run_until(node, 4)
+    assert node.tokens[4, 0] == reference(seen(*prompt_of(LARGE, 5)), 0, 1)
+    assert pieces(node, LARGE) == [(block, block + 1) for block in range(DEPTH)]
+
+
+def test_a_preempted_prompt_begins_its_image_again(see: MakeSeeing) -> None:
+    node = paced_node(see, 5.0)
+    node.put(LARGE)
+    ask(node, 3, prompt_of(LARGE, 4))
+    node.step()
+    node.step()
+    (sequence,) = node.scheduler._live.of_request(3)
+    node.scheduler.room.preempt(sequence)
+    run_until(node, 3)
+    assert pieces(node, LARGE)[2:] == [(block, block + 1) for block in range(DEPTH)]
+
+
+def test_a_paused_prompt_gives_its_partial_image_up(see: MakeSeeing) -> None:
+    node = paced_node(see, 5.0)
+    node.put(LARGE)
+    ask(node, 3, prompt_of(LARGE, 4))
+    node.step()
+    node.obey(Pause(3))
+    node.step()
+    assert not node.seeing.partial
+    node.obey(Resume(3))
+    run_until(node, 3)
+    assert len(pieces(node, LARGE)) == 1 + DEPTH
+
+
+def test_other_weights_drop_a_partial_image(see: MakeSeeing) -> None:
+    node = paced_node(see, 5.0)
+    node.put(LARGE)
+    ask(node, 3, prompt_of(LARGE, 4))
+    node.step()
+    node.scheduler.images.forget()
+    run_until(node, 3)
+    assert pieces(node, LARGE) == [(0, 1), *((block, block + 1) for block in range(DEPTH))]
+
+
+def test_prompts_complete_the_partial_image_of_a_later_one(see: MakeSeeing) -> None:
+    """The older prompt reaches its image while the later one's is partial, and there is memory for one of the two."""
+    node = paced_node(see, 8.0, cache=12)
+    other = Picture(4, 3, 4)
+    node.put(LARGE, other)
+    prompts = {3: prompt_of(60, LARGE, 4), 4: prompt_of(other, 5)}
+    for rid, prompt in prompts.items():
+        ask(node, rid, prompt, client=rid)
+    for _ in range(60):
+        node.step()
+    for rid, prompt in prompts.items():
+        assert node.tokens[rid, 0] == reference(seen(*prompt), 0, 1)
+    assert sorted(set(node.seeing.encoded)) == sorted({LARGE.digest, other.digest})
 
 
 # ---------------------------------------------------------------- everything at once
@@ -410,8 +569,8 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
     """Little memory for KV and embeddings, cancels, pauses, pixels that go with the first token as in a frontend."""
     chance = random.Random(seed)
     cache = chance.choice((12, 13, 20, 40))
-    cost = chance.choice((0.0, 0.3, 1.0, 5.0))
-    steps = SimulatedSteps(SimulatedCosts(prompt_token=2e-3))
+    cost = chance.choice((0.0, 0.3, 1.0, 5.0, 30.0))
+    steps = SimulatedSteps(SimulatedCosts(prompt_token=2e-3), INPUT, EncodingCost(cost))
     node = SeeingNode(
         chance.choice((14, 20, 40)),
         *depth,
@@ -475,6 +634,9 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
             for rid in paused & set(live):
                 node.obey(Resume(rid))
             paused.clear()
+        running = list(node.scheduler._live.running.values())
+        if running and chance.random() < 0.02 and not node.scheduler._in_flight:
+            node.scheduler.room.preempt(chance.choice(running))
         if not node.engine.idle:
             batch = node.step()
             for event in batch.refused:

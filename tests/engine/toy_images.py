@@ -13,7 +13,7 @@ from toy_node import BLOCK, Node
 
 from engine.images.encoding import EncodingCosts, ImageEncoding
 from engine.images.image_steps import ImagesFactory
-from pdserve.images import PIXEL_BYTES, ImageInput, Images, ImageSpan, images_among
+from pdserve.images import PIXEL_BYTES, EncodingCost, ImageInput, Images, ImageSpan, images_among
 from pdserve.ipc.messages import DropPixels, Mode, PutPixels, Submit
 from pdserve.pausing import Pausing
 from pdserve.records import NewSequence, StepPlan
@@ -22,15 +22,21 @@ from pdserve.sampling_params import SamplingParams
 PLACEHOLDER = 9
 CELL = 2  # pixels
 TOKEN_BYTES = 10  # embeddings of a token
+DEPTH = 5  # blocks of the tower
 INPUT = ImageInput(
     token_id=PLACEHOLDER, patch_size=1, merge_size=CELL, min_pixels=4, max_pixels=1 << 12, fingerprint=bytes(32)
 )
 
 
-def images_of(cache: int, token_cost: float = 0.5) -> ImagesFactory:
+def images_of(cache: int, token_cost: float = 0.5, slope: float = 0.0) -> ImagesFactory:
     """Return the images of a node whose embeddings have room for ``cache`` tokens."""
     costs = EncodingCosts(
-        accepted=INPUT, cache=cache * TOKEN_BYTES, token_bytes=TOKEN_BYTES, token_cost=token_cost, least=BLOCK
+        accepted=INPUT,
+        cache=cache * TOKEN_BYTES,
+        token_bytes=TOKEN_BYTES,
+        token_cost=EncodingCost(token_cost, slope),
+        least=BLOCK,
+        depth=DEPTH,
     )
     return partial(ImageEncoding, costs)
 
@@ -86,6 +92,7 @@ class SeeingRunner(ToyRunner):
         super().__init__(*args)  # type: ignore[arg-type]  # Node's
         self.encoded: list[bytes] = []
         self.embeddings: dict[bytes, int] = {}  # tokens, by digest
+        self.partial: dict[bytes, tuple[int, int]] = {}  # blocks and tokens of the image between two pieces
         self._prompts: dict[int, tuple[Images, int]] = {}  # with the tokens that have KV, by sequence
 
     def launch_with_pauses(self, plan: StepPlan) -> Pausing[ToyStep]:
@@ -105,15 +112,25 @@ class SeeingRunner(ToyRunner):
 
     def _encode(self, plan: StepPlan) -> None:
         for digest in plan.dropped_images:
-            del self.embeddings[digest]
+            assert (self.embeddings.pop(digest, None) is None) != (self.partial.pop(digest, None) is None)
         for image in plan.images:
+            tokens = image.height * image.width // CELL**2
             assert image.digest not in self.embeddings, "an image is encoded that has embeddings"
-            assert len(image.pixels) == image.height * image.width * PIXEL_BYTES
-            assert set(image.pixels) == {image.digest[0]}, "the pixels are those of another image"
-            self.embeddings[image.digest] = image.height * image.width // CELL**2
-            self.encoded.append(image.digest)
-        assert not self.capacity or sum(self.embeddings.values()) <= self.capacity
-        assert plan.scheduled or not plan.images, "an image is encoded in a step that needs none"
+            assert (image.first, tokens) == self.partial.pop(image.digest, (0, tokens)), "a piece does not follow"
+            assert image.first < image.last <= image.depth == DEPTH
+            if image.begins:
+                assert len(image.pixels) == image.height * image.width * PIXEL_BYTES
+                assert set(image.pixels) == {image.digest[0]}, "the pixels are those of another image"
+            else:
+                assert not image.pixels
+            if image.ends:
+                self.embeddings[image.digest] = tokens
+                self.encoded.append(image.digest)
+            else:
+                self.partial[image.digest] = image.last, tokens
+                assert len(self.partial) == 1, "two images are partial"
+        held = sum(self.embeddings.values()) + sum(tokens for _, tokens in self.partial.values())
+        assert not self.capacity or held <= self.capacity
 
 
 def _seeing(new: NewSequence) -> NewSequence:

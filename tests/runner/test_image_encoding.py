@@ -5,6 +5,7 @@ python -m pytest -m slow tests/runner/test_image_encoding.py     V2, in Triton's
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import shutil
@@ -35,6 +36,7 @@ from pdserve.protocols import ModelRunner
 from pdserve.records import EncodedImage
 from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import WeightChange
+from runner.image_encoding import ImageEncoding
 from runner.warmup import run_largest_steps
 
 NUM_TOKENS = 5
@@ -175,6 +177,74 @@ def test_an_image_of_two_prompts_is_encoded_once(library: Library, stepper: Step
     assert sorted(stepper.encoded) == sorted(image.digest for image in prompts[0].pixels)
     run(stepper, prompts[:1], 1000)
     assert len(stepper.encoded) == 4  # no prompt needed them in between
+
+
+def pieces_of(image: EncodedImage, depth: int, *lasts: int) -> list[EncodedImage]:
+    """Return the pieces of an image that end behind these blocks."""
+    return [
+        msgspec.structs.replace(image, first=first, last=last, depth=depth, pixels=b"" if first else image.pixels)
+        for first, last in itertools.pairwise((0, *lasts, depth))
+    ]
+
+
+def scores(stepper: Stepper, prompt: Prompt) -> tuple[bytes, list[int]]:
+    """Run a prompt. Return its log-probabilities as bytes, and its output."""
+    seq = add(stepper, prompt)
+    while len(stepper.live[seq].output) < NUM_TOKENS:
+        stepper.step(9)
+    return b"".join(part.table for part in stepper.scored.pop(seq)), stepper.finish(seq).output
+
+
+def check_pieces(library: Library, stepper: Stepper) -> None:
+    """Pieces run beside decodes and alone, with a whole image between them; the results are equal bit by bit."""
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), "!")
+    (image,) = prompt.pixels
+    other = library.prompt(random_image(64, 64, seed=5), "?")
+    depth = stepper.runner._model.tower.config.depth  # type: ignore[attr-defined]
+    expected = scores(stepper, prompt)
+    assert expected[1] == prompt.tokens
+    stepper.step()  # drops the embeddings
+    for lasts in ((1, 3), (2,), tuple(range(1, depth))):
+        beside = stepper.add([1, 2, 3])
+        first, second, *rest = pieces_of(image, depth, *lasts)
+        stepper.step(pieces=[first])
+        assert scores(stepper, other)[1] == other.tokens
+        stepper.finish(beside)
+        stepper.step(pieces=[second])
+        for piece in rest:
+            stepper.step(pieces=[piece])
+        assert scores(stepper, prompt) == expected
+        stepper.step()
+
+
+def test_pieces_of_an_image_have_its_results_bit_by_bit(library: Library, stepper: Stepper) -> None:
+    check_pieces(library, stepper)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pieces_of_an_image_in_v2(library: Library) -> None:
+    built = build(library.checkpoint, "V2")
+    check_pieces(library, Stepper(built))
+    built.close()
+
+
+def test_a_partial_image_is_dropped(library: Library, stepper: Stepper) -> None:
+    """Its rows are free again, and another image may be partial; the image may begin again."""
+    prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(160, 96, seed=4), "!")
+    image, other = prompt.pixels
+    depth = stepper.runner._model.tower.config.depth  # type: ignore[attr-defined]
+    (feature,) = (f for f in stepper.runner._features if isinstance(f, ImageEncoding))  # type: ignore[attr-defined]
+    stepper.step()
+    free = feature._embeddings.num_free
+    stepper.step(pieces=pieces_of(image, depth, 2)[:1])
+    assert feature._embeddings.num_free == free - len(image.pixels) // (3 * 32 * 32)
+    stepper.step(pieces=pieces_of(other, depth, 2)[:1], dropped=(image.digest,))
+    stepper.step(dropped=(other.digest,))
+    assert feature._embeddings.num_free == free
+    stepper.step(pieces=pieces_of(image, depth, 2)[:1])
+    stepper.step(pieces=pieces_of(image, depth, 2)[1:])
+    assert scores(stepper, prompt)[1] == prompt.tokens
 
 
 def test_a_preempted_prompt_goes_on(library: Library, stepper: Stepper) -> None:

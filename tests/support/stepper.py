@@ -103,8 +103,17 @@ class Stepper:
         self.live[new].samples = old.samples
         return new
 
-    def step(self, chunk: int = 1 << 30, num_samples: int = 1) -> None:
-        """Run all sequences for up to ``chunk`` tokens each; draw ``num_samples`` samples at a sequence's end."""
+    def step(
+        self,
+        chunk: int = 1 << 30,
+        num_samples: int = 1,
+        pieces: Sequence[EncodedImage] = (),
+        dropped: tuple[bytes, ...] = (),
+    ) -> None:
+        """Run all sequences for up to ``chunk`` tokens each; draw ``num_samples`` samples at a sequence's end.
+
+        ``pieces``, of images that no sequence has yet, come before the images of the sequences; ``dropped`` ones go.
+        """
         new = []
         scheduled = []
         new_blocks = []
@@ -132,11 +141,12 @@ class Stepper:
             elif blocks:
                 new_blocks.append(NewBlocks(seq, tuple(blocks)))
             scheduled.append(ScheduledSequence(seq, count, num_samples if ends else 0))
-        dropped, images = self._order_images(scheduled)
+        unneeded, images = self._order_images(scheduled)
+        self._embedded |= {image.digest for image in pieces if image.ends}
         plan = StepPlan(
             self._step,
-            dropped_images=dropped,
-            images=images,
+            dropped_images=(*dropped, *unneeded),
+            images=(*pieces, *images),
             finished=tuple(self._finished),
             new=tuple(new),
             scheduled=tuple(scheduled),

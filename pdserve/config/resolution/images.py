@@ -17,9 +17,9 @@ from pdserve.config.node_options import OFF, ON, NodeOptions
 from pdserve.config.parallel import ParallelConfig, active_parameters
 from pdserve.config.resolution.resolved import Resolved
 from pdserve.errors import CheckpointError, ConfigError
-from pdserve.images import ImageInput, ImageMode, largest_image, most_tokens
+from pdserve.images import EncodingCost, ImageInput, ImageMode, largest_image, most_tokens
 from pdserve.kv.layout import DTYPE_BYTES
-from pdserve.model.image_processor import FILE, ImageProcessor, read_image_processor, smart_size, token_count
+from pdserve.model.image_processor import FILE, ImageProcessor, read_image_processor, token_count
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig, vision_problem
 from pdserve.model.pooling import PoolingConfig
 from pdserve.model.towers.vision_config import VisionConfig
@@ -39,13 +39,14 @@ class ImageSettings(msgspec.Struct, frozen=True, kw_only=True):
     processor: ImageProcessor | None = None
     cache: int = 0
     token_bytes: int = 0
-    token_cost: float = 0.0
+    token_cost: EncodingCost = EncodingCost()
     tower_bytes: int = 0  # weights
+    hidden_bytes: int = 0  # hidden states of the largest image between two pieces of its encoding
 
     @property
     def memory(self) -> int:
         """Bytes that images take on a device of the first stage between steps."""
-        return self.tower_bytes + self.cache
+        return self.tower_bytes + self.cache + self.hidden_bytes
 
     def within(self, config: NodeConfig) -> NodeConfig:
         """Return a configuration with these settings."""
@@ -180,16 +181,17 @@ def _with_tower(
         processor=processor,
         cache=cache,
         token_bytes=token_bytes,
-        token_cost=_token_cost(model, vision, accepted, parallel),
+        token_cost=_token_cost(model, vision, parallel),
         tower_bytes=0 if options.simulated else vision.num_weights * DTYPE_BYTES[dtype],
+        hidden_bytes=0 if options.simulated else tokens * vision.merged_size * DTYPE_BYTES[dtype],
     )
 
 
-def _token_cost(model: ModelConfig, vision: AnyVision, accepted: ImageInput, parallel: ParallelConfig) -> float:
-    """Return the tower's FLOPs per token, in a screenshot, over those of a prompt token on a rank of the first stage.
+def _token_cost(model: ModelConfig, vision: AnyVision, parallel: ParallelConfig) -> EncodingCost:
+    """Return the tower's FLOPs per token over those of a prompt token on a rank of the first stage.
 
     A prompt token takes two per active weight of the rank. Every shard runs the whole tower.
     """
-    height, width = smart_size(accepted, *SCREEN)
-    patches = height * width // vision.patch_size**2
-    return vision.token_flops(patches) / (2 * active_parameters(model, parallel.position(0)))
+    token = 2 * active_parameters(model, parallel.position(0))
+    alone = vision.token_flops(0)
+    return EncodingCost(alone / token, (vision.token_flops(vision.merge_size**2) - alone) / token)

@@ -9,6 +9,8 @@ in checkpoints. The order of the patches changes nothing, so those of a token ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.towers.pixtral import PixtralVision
 from pdserve.model.towers.vision_config import CHANNELS
+from runner.models.vision.attention import attend
 from runner.models.vision.patches import patches, value_table
 from runner.models.vision.tower import ACTIVATION_FUNCTIONS, Features, Rotary, patch_places
 from runner.placement import TensorPlacement
@@ -46,13 +49,43 @@ class PixtralTower(nn.Module):
 
         No call waits for the device, apart from the copy of pixels in the host's pageable memory.
         """
-        inputs = patches(pixels.to(self._table.device), self._table, self._processor)
-        rows, columns = patch_places(self.config, pixels.shape[0], pixels.shape[1], self._table.device)
+        height, width, _ = pixels.shape
+        embeddings = self.end(self.run(self.begin(pixels), height, width, 0, self.config.depth))
+        return Features(embeddings, embeddings.new_empty(0, *embeddings.shape))
+
+    @torch.inference_mode()
+    def begin(self, pixels: Tensor) -> Tensor:
+        """Return the inputs of the first layer: [patches, hidden_size]. ``pixels`` as for ``encode``."""
+        return self.vision_tower.embed(patches(pixels.to(self._table.device), self._table, self._processor))
+
+    @torch.inference_mode()
+    def run(
+        self,
+        x: Tensor,
+        height: int,
+        width: int,
+        first: int,
+        last: int,
+        keep: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Run layers ``first`` … ``last`` - 1 on the hidden states ``x``, which stay, of an image of these pixels.
+
+        ``keep`` is VisionTower's; this tower has no deepstack layers.
+        """
+        rows, columns = patch_places(self.config, height, width, self._table.device)
         angles = torch.cat(
             [rows.places[:, None] * self._inv_freq[0::2], columns.places[:, None] * self._inv_freq[1::2]], dim=1
         )
-        embeddings = self.multi_modal_projector(self.vision_tower(inputs, Rotary.of(angles)))
-        return Features(embeddings, embeddings.new_empty(0, *embeddings.shape))
+        rotary = Rotary.of(angles)
+        for layer in self.vision_tower.transformer.layers[first:last]:
+            x = layer(x, rotary)
+        return x
+
+    @torch.inference_mode()
+    def end(self, x: Tensor) -> Tensor:
+        """Return the embeddings [tokens, out_hidden_size] of the hidden states behind the last layer."""
+        embeddings: Tensor = self.multi_modal_projector(x)
+        return embeddings
 
 
 class _Norm(nn.Module):
@@ -76,10 +109,9 @@ class _Encoder(nn.Module):
         self.ln_pre = _Norm(config.hidden_size, _EPS)
         self.transformer = _Transformer(config)
 
-    def forward(self, values: Tensor, rotary: Rotary) -> Tensor:
+    def embed(self, values: Tensor) -> Tensor:
+        """Return the inputs of the first layer."""
         x: Tensor = self.ln_pre(F.linear(values, self.patch_conv.weight.flatten(1)))
-        for layer in self.transformer.layers:
-            x = layer(x, rotary)
         return x
 
 
@@ -116,9 +148,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Let all patches [patches, hidden_size] attend to each other."""
         q, k, v = (proj(x).view(len(x), self._num_heads, -1) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (heads.transpose(0, 1)[None] for heads in (rotary(q), rotary(k), v))
-        attended = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
-        y: Tensor = self.o_proj(attended.reshape(x.shape))
+        y: Tensor = self.o_proj(attend(rotary(q), rotary(k), v).reshape(x.shape))
         return y
 
 

@@ -2,6 +2,7 @@
 
     patches ─► patch_embed + positions ─► blocks ─► merger ─► embeddings, one row per token
                                             └─ after some: deepstack mergers ─► what joins the first text layers
+    begin                                 ─► run    ─► end                    in steps of their own, if need be
 
 The reference is Qwen3VLVisionModel of transformers (models/qwen3_vl/modeling_qwen3_vl.py). Modules and parameters have
 the names that they have in checkpoints, behind "visual.".
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.towers.vision_config import CHANNELS, VisionConfig
 from pdserve.model.vision import QwenVision
+from runner.models.vision.attention import attend
 from runner.models.vision.patches import patches, value_table
 from runner.placement import TensorPlacement
 
@@ -78,18 +80,41 @@ class VisionTower(nn.Module):
 
         No call waits for the device, apart from the copy of pixels in the host's pageable memory.
         """
+        height, width, _ = pixels.shape
+        deepstack: list[Tensor] = []
+        x = self.run(self.begin(pixels), height, width, 0, self.config.depth, lambda _, rows: deepstack.append(rows))
+        embeddings = self.end(x)
+        return Features(embeddings, torch.stack(deepstack) if deepstack else embeddings.new_empty(0, *embeddings.shape))
+
+    @torch.inference_mode()
+    def begin(self, pixels: Tensor) -> Tensor:
+        """Return the inputs of the first block: [patches, hidden_size]. ``pixels`` as for ``encode``."""
         inputs = patches(pixels.to(self._table.device), self._table, self._processor)
         rows, columns = patch_places(self.config, pixels.shape[0], pixels.shape[1], self._table.device)
         x = self.patch_embed(inputs)
-        x = x + self._positions(rows, columns).to(x.dtype)
-        rotary = self._rotary(rows, columns)
-        deepstack: list[Tensor] = []
-        for number, block in enumerate(self.blocks):
-            x = block(x, rotary)
+        return x + self._positions(rows, columns).to(x.dtype)
+
+    @torch.inference_mode()
+    def run(
+        self, x: Tensor, height: int, width: int, first: int, last: int, keep: Callable[[int, Tensor], None]
+    ) -> Tensor:
+        """Run blocks ``first`` … ``last`` - 1 on the hidden states ``x``, which stay, of an image of these pixels.
+
+        ``keep`` takes each deepstack layer with its rows [tokens, out_hidden_size].
+        """
+        rotary = self._rotary(*patch_places(self.config, height, width, self._table.device))
+        for number in range(first, last):
+            x = self.blocks[number](x, rotary)
             if number in self.config.deepstack:
-                deepstack.append(self.deepstack_merger_list[len(deepstack)](x))
-        embeddings = self.merger(x)
-        return Features(embeddings, torch.stack(deepstack) if deepstack else embeddings.new_empty(0, *embeddings.shape))
+                layer = self.config.deepstack.index(number)
+                keep(layer, self.deepstack_merger_list[layer](x))
+        return x
+
+    @torch.inference_mode()
+    def end(self, x: Tensor) -> Tensor:
+        """Return the embeddings [tokens, out_hidden_size] of the hidden states behind the last block."""
+        embeddings: Tensor = self.merger(x)
+        return embeddings
 
     def _positions(self, rows: Axis, columns: Axis) -> Tensor:
         """Interpolate the learned positions to the grid of an image: [patches, hidden_size] float32."""
@@ -165,9 +190,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Let all patches [patches, hidden_size] attend to each other."""
         q, k, v = self.qkv(x).view(len(x), 3, self._num_heads, -1).unbind(1)
-        q, k, v = (heads.transpose(0, 1)[None] for heads in (rotary(q), rotary(k), v))
-        attended = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
-        y: Tensor = self.proj(attended.reshape(x.shape))
+        y: Tensor = self.proj(attend(rotary(q), rotary(k), v).reshape(x.shape))
         return y
 
 
