@@ -80,18 +80,24 @@ class Stream:
         body = {"model": MODEL_NAME, "prompt": "a", "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
         extra = {"return_token_ids": True}
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body | extra, timeout=patience(60)) as response:
-            for line in response.iter_lines():
+            rest = b""
+            for data in response.iter_bytes():  # texts have characters that end lines for ``iter_lines``
                 self._started.set()
-                if line.startswith("data: {"):
-                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                        self.num_tokens += len(choice.get("token_ids") or [])
+                *events, rest = (rest + data).split(b"\n\n")
+                for event in events:
+                    self._count(event)
         self.ended = self.num_tokens == STREAMED
+
+    def _count(self, event: bytes) -> None:
+        if event.startswith(b"data: {"):
+            for choice in json.loads(event.removeprefix(b"data: "))["choices"]:
+                self.num_tokens += len(choice.get("token_ids") or [])
 
 
 def test_hostile_images_end_nothing_but_their_requests(fleet: Fleet) -> None:
     pids = [process.pid for process in fleet.processes]
     stream = Stream(fleet)
-    attacks = [(name, chat(part(make())), words) for name, (make, words) in ATTACKS.items()]
+    attacks = [(name, chat(part(make())), words) for name, (make, words) in ATTACKS.items() if name != "nothing"]
     with ThreadPoolExecutor(4) as threads:
         answers = threads.map(lambda attack: post(fleet, CHAT, attack[1]), attacks * 2)
         for (name, _, words), (status, text) in zip(attacks * 2, answers, strict=True):
@@ -117,7 +123,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], int]] = {
     "too many images": (CHAT, chat(*[part(PHOTO)] * (MAX_IMAGES + 1)), 400),
     "a data: URL of 29 MB": (CHAT, url({"url": "data:image/png;base64," + "A" * 29_000_000}), 400),
     "a data: URL of 133 MB": (CHAT, url({"url": "data:image/png;base64," + "A" * 133_000_000}), 413),
-    "half of an escape": (CHAT, url({"url": "data:image/png;base64,\ud800"}), 400),
 }
 
 
