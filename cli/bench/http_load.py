@@ -234,7 +234,7 @@ class EventReader(StreamReader):
             trace.prompt_tokens = event.usage.prompt_tokens
             trace.reports_cache = details is not None and details.cached_tokens is not None
             trace.cached_tokens = (details and details.cached_tokens) or 0
-            trace.image_tokens = details and details.image_tokens
+            trace.image_tokens = None if details is None else details.image_tokens
 
 
 async def complete(
