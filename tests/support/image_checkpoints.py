@@ -320,7 +320,7 @@ class ImageReference:
             output = self.model.model.get_image_features(values, image_sizes=grids, vision_feature_layer=-1)
             return torch.cat(output.pooler_output), ()
         output = self.model.model.visual(values, grid_thw=grids)
-        return output.pooler_output, output.deepstack_features
+        return output.pooler_output, getattr(output, "deepstack_features", None) or ()
 
     def prompt(self, *parts: str | Image.Image) -> tuple[list[int], Images]:
         """Return token ids with all tokens of images, and the spans of the images, without digests."""
