@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from pdserve.config.node_config import NodeConfig
 from pdserve.image_positions import rope_delta, rope_offsets
-from pdserve.images import Images, largest_image
-from pdserve.records import EncodedImage, NewSequence, ScheduledSequence, StepPlan
+from pdserve.images import EncodedImage, Images, largest_image
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from runner.models.vision.embeddings import ImageEmbeddings, ImagePart
 from runner.models.vision.inputs import ImageInputs
 from runner.models.vision.tower import VisionTower

@@ -95,7 +95,8 @@ class VisionTower(nn.Module):
         """
         rotary = self._rotary(*self._places(height, width))
         for number in range(first, last):
-            x = self.blocks[number](x, rotary)
+            block: Callable[[Tensor, _Rotary], Tensor] = self.blocks[number]
+            x = block(x, rotary)
             if number in self.config.deepstack:
                 layer = self.config.deepstack.index(number)
                 keep(layer, self.deepstack_merger_list[layer](x))
