@@ -213,9 +213,9 @@ class Bench:
         row = {"images": count, "tokens": len(ids), "ttft_s": round(first, 4), "again_s": round(again, 4)}
         print(json.dumps(row | {"text_of_as_many_tokens_s": round(text, 4)}), flush=True)
 
-    async def gaps(self, streams: int, height: int, width: int, seconds: float) -> None:
+    async def gaps(self, streams: int, size: tuple[int, int], seconds: float) -> None:
         """Print the longest gap of streams while an image is encoded."""
-        picture = self.picture(height, width)
+        picture = self.picture(*size)
         ids, spans = self.prompt([picture])
         room = self._config.max_model_len - TEXT - 1
         running = [self.submit(array("I", self._text()), (), min(MANY, room)) for _ in range(streams)]
@@ -253,7 +253,7 @@ async def measure_engine(config: NodeConfig, args: argparse.Namespace) -> None:
         for count in args.counts:
             await bench.images(count)
         if args.streams:
-            await bench.gaps(args.streams, *max(args.sizes), args.seconds)
+            await bench.gaps(args.streams, max(args.sizes), args.seconds)
     finally:
         await engine.shutdown()
 

@@ -182,6 +182,32 @@ class EncodingCost(msgspec.Struct, frozen=True):
         return min(depth, ((work + whole * first // depth + 1) * depth - 1) // whole) if whole else depth
 
 
+class EncodedImage(msgspec.Struct, frozen=True):
+    """An image that the first stage encodes before a step, as a whole or in pieces, which follow each other.
+
+    A piece runs blocks ``first`` … ``last`` - 1 of a tower of ``depth`` blocks. The last one stores the embeddings.
+    These, or the hidden states between two pieces, stay until ``StepPlan.dropped_images``. Images may be encoded as
+    wholes between the pieces of another one, but pieces of two images never alternate.
+    """
+
+    digest: bytes  # ImageSpan.digest
+    height: int  # pixels
+    width: int
+    pixels: bytes  # uint8 [height, width, 3], RGB; empty in a piece that is not the first
+    first: int = 0
+    last: int = 1
+    depth: int = 1  # 1: the tower is not divided
+
+    @property
+    def begins(self) -> bool:
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        """Whether the image has embeddings after it."""
+        return self.last == self.depth
+
+
 def image_digest(fingerprint: bytes, height: int, width: int, pixels: bytes | memoryview) -> bytes:
     """Return the SHA-256 that identifies a resized image. ``pixels``: RGB, uint8 [height, width, 3].
 

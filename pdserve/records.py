@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pdserve.images import Images
+from pdserve.images import EncodedImage, Images
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv.layout import KVLayout, KVRegion, KVShare
@@ -144,32 +144,6 @@ NO_ORDERS = KVConnectorOrders()
 
 
 # ---------------------------------------------------------------- scheduler → runner
-
-
-class EncodedImage(msgspec.Struct, frozen=True):
-    """An image that the first stage encodes before a step, as a whole or in pieces, which follow each other.
-
-    A piece runs blocks ``first`` … ``last`` - 1 of a tower of ``depth`` blocks. The last one stores the embeddings.
-    These, or the hidden states between two pieces, stay until ``StepPlan.dropped_images``. Images may be encoded as
-    wholes between the pieces of another one, but pieces of two images never alternate.
-    """
-
-    digest: bytes  # ImageSpan.digest
-    height: int  # pixels
-    width: int
-    pixels: bytes  # uint8 [height, width, 3], RGB; empty in a piece that is not the first
-    first: int = 0
-    last: int = 1
-    depth: int = 1  # 1: the tower is not divided
-
-    @property
-    def begins(self) -> bool:
-        return self.first == 0
-
-    @property
-    def ends(self) -> bool:
-        """Whether the image has embeddings after it."""
-        return self.last == self.depth
 
 
 class NewSequence(msgspec.Struct, frozen=True):

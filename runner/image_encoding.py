@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from pdserve.config.node_config import NodeConfig
 from pdserve.image_positions import rope_delta, rope_offsets
 from pdserve.image_tokens import embedded_tokens
-from pdserve.images import ImageInput, Images, largest_image
-from pdserve.records import EncodedImage, NewSequence, ScheduledSequence, StepPlan
+from pdserve.images import EncodedImage, ImageInput, Images, largest_image
+from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from runner.models.vision.embeddings import ImageEmbeddings, ImagePart
 from runner.models.vision.inputs import ImageInputs
 from runner.models.vision.towers import AnyVisionTower

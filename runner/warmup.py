@@ -8,20 +8,11 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.config.node_config import NodeConfig
-from pdserve.images import DIGEST_BYTES, PIXEL_BYTES, ImageInput, ImageMode, ImageSpan, largest_image
+from pdserve.images import DIGEST_BYTES, PIXEL_BYTES, EncodedImage, ImageInput, ImageMode, ImageSpan, largest_image
 from pdserve.kv.states import NO_SLOT, StateSnapshot
 from pdserve.model.model_config import TRANSFORMERS
 from pdserve.protocols import ModelRunner
-from pdserve.records import (
-    TOKEN_BYTES,
-    DigestOrder,
-    Drafts,
-    EncodedImage,
-    NewSequence,
-    ScheduledSequence,
-    StepPlan,
-    TokenMask,
-)
+from pdserve.records import TOKEN_BYTES, DigestOrder, Drafts, NewSequence, ScheduledSequence, StepPlan, TokenMask
 from pdserve.sampling_params import SamplingParams
 from runner.graph_sizes import GraphSizes
 

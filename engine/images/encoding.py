@@ -47,9 +47,9 @@ from engine.images.image_cache import ImageCache
 from engine.images.image_steps import ImageOrders, ImageSteps
 from engine.images.pixel_store import PixelStore
 from engine.sequence import Sequence
-from pdserve.images import EncodingCost, ImageInput, Images, ImageSpan, images_among
+from pdserve.images import EncodedImage, EncodingCost, ImageInput, Images, ImageSpan, images_among
 from pdserve.ipc.messages import DropPixels, PutPixels, Totals
-from pdserve.records import EncodedImage, StepPlan
+from pdserve.records import StepPlan
 
 
 class EncodingCosts(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from engine.sequence import Sequence
-from pdserve.images import Images, images_among
+from pdserve.images import EncodedImage, Images, images_among
 from pdserve.ipc.messages import DropPixels, PutPixels, Totals
-from pdserve.records import EncodedImage, StepPlan
+from pdserve.records import StepPlan
 
 
 class ImageOrders(NamedTuple):

@@ -85,11 +85,10 @@ class StepBuilder:
 
     def _image_room(self, sequence: Sequence) -> int:
         """Count the work of images for a prompt that fits. Streams keep their gaps also if it continues an output."""
-        room = self._room_in_step(sequence, self.crowding)
-        return room if self.budget is None else min(room, self.budget.image_room(sequence))
+        most = self._room_in_step(sequence, self.crowding)
+        return most if self.budget is None else min(most, self.budget.image_room(sequence))
 
     def _room_in_step(self, sequence: Sequence, crowding: int | None) -> int:
-        """Count the tokens of a prompt that fit, without the budget."""
         room = self._tokens_left
         if self._prompt_tokens:
             room = min(room, self._full_step - self._prompt_tokens - self._image_work)
@@ -133,10 +132,9 @@ class StepBuilder:
         missing = sequence.missing
         covered = sequence.table.covered - sequence.num_launched
         room = self._room(sequence, self.crowding)
-        num_tokens = max(1, min(missing, room, covered))
-        image_room = self._image_room(sequence)
-        room = min(room, image_room)
-        num_tokens = self._images.limit(sequence, num_tokens, room, paced=self.budget is not None)
+        most = max(1, min(missing, room, covered))
+        room = min(room, image_room := self._image_room(sequence))
+        num_tokens = self._images.limit(sequence, most, room, paced=self.budget is not None)
         if not num_tokens:
             self._count_images(sequence, self._images.add_piece(sequence, image_room))
             return 0
@@ -161,7 +159,6 @@ class StepBuilder:
         return num_tokens
 
     def _count_images(self, sequence: Sequence, work: int) -> None:
-        """Count the encoding of images for a prompt, in tokens."""
         self._image_work += work
         if self.budget is not None:
             self.budget.spend_images(work)

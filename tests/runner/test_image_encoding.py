@@ -29,11 +29,10 @@ from stepper import Stepper, copy_to
 
 import runner
 from pdserve.errors import CheckpointError
-from pdserve.images import ImageMode, Images, image_digest
+from pdserve.images import EncodedImage, ImageMode, Images, image_digest
 from pdserve.ipc.messages import PutPixels
 from pdserve.model.image_processor import smart_size
 from pdserve.protocols import ModelRunner
-from pdserve.records import EncodedImage
 from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import WeightChange
 from runner.image_encoding import ImageEncoding

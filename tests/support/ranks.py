@@ -19,8 +19,8 @@ from triton_interpreter import make_interpreter_faster
 
 import runner
 from pdserve.config.node_config import NodeConfig
-from pdserve.images import Images
-from pdserve.records import EncodedImage, TokenLogprobs
+from pdserve.images import EncodedImage, Images
+from pdserve.records import TokenLogprobs
 from pdserve.sampling_params import SamplingParams
 
 _ROOT = Path(__file__).parents[2]

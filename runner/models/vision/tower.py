@@ -104,7 +104,8 @@ class VisionTower(nn.Module):
         """
         rotary = self._rotary(*patch_places(self.config, height, width, self._table.device))
         for number in range(first, last):
-            x = self.blocks[number](x, rotary)
+            block: Callable[[Tensor, _Rotary], Tensor] = self.blocks[number]
+            x = block(x, rotary)
             if number in self.config.deepstack:
                 layer = self.config.deepstack.index(number)
                 keep(layer, self.deepstack_merger_list[layer](x))
