@@ -22,7 +22,7 @@ from pdserve.ipc.messages import MAX_PIXEL_PART, DropPixels, PutPixels, ToEngine
 
 IMAGES_SERVICE = "pdserve.v1.ImageNode"
 
-_PIXELS_SECONDS = 10.0  # time for pixels to arrive after their prompt
+_PIXELS_SECONDS = 10.0  # time for pixels to arrive on the node after their prompt
 _PROMPT_SECONDS = 30.0  # time for a prompt to arrive after its pixels
 
 Size = tuple[int, int]  # height and width, in pixels
@@ -83,7 +83,13 @@ class _Claim(PixelClaim):
             self.release()
             self._failed(error)
 
-    def on_timeout(self) -> None:
+    def start_timer(self) -> None:
+        self.timer = asyncio.get_running_loop().call_later(_PIXELS_SECONDS, self._on_timeout)
+
+    def _on_timeout(self) -> None:
+        if all(map(self._uploads.has, self.missing)):  # the engine takes them between steps, which may be long
+            self.start_timer()
+            return
         self.fail(
             ImagesMissing(
                 f"the pixels of {len(self.missing)} of {len(self.sizes)} images did not arrive within "
@@ -148,13 +154,17 @@ class StoredUploads(ImageUploads):
             claim.timer = loop.call_later(0, claim.fail, exc)
             return claim
         if claim.missing:
-            claim.timer = loop.call_later(_PIXELS_SECONDS, claim.on_timeout)
+            claim.start_timer()
         claim.go_on()
         return claim
 
     def awaited(self, digest: bytes) -> bool:
         """Return whether a prompt waits for these pixels."""
         return digest in self._waiting
+
+    def has(self, digest: bytes) -> bool:
+        """Return whether the node has these pixels; they may still be on their way to the engine."""
+        return digest in self._uploads
 
     def end_claim(self, claim: _Claim) -> None:
         for digest in claim.missing & self._waiting.keys():

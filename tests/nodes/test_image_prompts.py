@@ -99,6 +99,36 @@ def test_a_prompt_is_computed_once_its_pixels_are_there(role: str, order: str, c
     run(checkpoint, scenario)
 
 
+def test_a_prompt_waits_for_pixels_while_the_engine_takes_none(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine reads commands between its steps, and a step may be long."""
+    timeouts = 0
+
+    def count(claim: Any) -> None:
+        nonlocal timeouts
+        timeouts += 1
+        on_timeout(claim)
+
+    on_timeout = uploads._Claim._on_timeout
+    monkeypatch.setattr(uploads, "_PIXELS_SECONDS", 0.2)
+    monkeypatch.setattr(uploads._Claim, "_on_timeout", count)
+
+    async def scenario(node: ImageNode) -> None:
+        asker = Asker(node, "prefill")
+        node.engine.writable.clear()
+        puts = [asyncio.create_task(node.put(picture.pieces())) for picture in (FIRST, SECOND)]
+        await node.until(lambda: node.engine.waiting == 2)
+        number = await asker.ask()
+        await node.until(lambda: timeouts >= 3)
+        assert asker.failure(number) is None
+        node.engine.writable.set()
+        await asyncio.gather(*puts)
+        await node.until(lambda: node.engine.submitted)
+
+    run(checkpoint, scenario)
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_pixels_that_do_not_come_fail_the_prompt(role: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "_PIXELS_SECONDS", 0.2)
