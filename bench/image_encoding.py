@@ -42,7 +42,7 @@ from pdserve.model.image_processor import smart_size
 from pdserve.records import FinishReason, TokenLogprobs
 from pdserve.sampling_params import SamplingParams
 from runner.loading.tower_weights import build_tower, fill_tower
-from runner.models.vision.tower import VisionTower
+from runner.models.vision.towers import AnyVisionTower
 from runner.placement import TensorPlacement
 
 TEXT = 32  # tokens around images
@@ -58,8 +58,7 @@ class Picture:
         generator = np.random.default_rng(seed)
         self.pixels = generator.integers(0, 256, (self.height, self.width, 3), dtype=np.uint8).tobytes()
         self.digest = image_digest(accepted.fingerprint, self.height, self.width, self.pixels)
-        self.rows = self.height // accepted.cell
-        self.columns = self.width // accepted.cell
+        self.rows, self.columns = accepted.grid(self.height, self.width)
 
 
 class Outputs:
@@ -101,7 +100,7 @@ def seconds_of(run: Callable[[], object], repeat: int, device: torch.device) -> 
     return best
 
 
-def run_tower(tower: VisionTower, pixels: torch.Tensor, pieces: int) -> None:
+def run_tower(tower: AnyVisionTower, pixels: torch.Tensor, pieces: int) -> None:
     """Encode an image in ``pieces``."""
     height, width, _ = pixels.shape
     depth = tower.config.depth

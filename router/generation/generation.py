@@ -237,9 +237,8 @@ class PromptRun:
     def _on_upload_failed(self, error: PdserveError) -> None:
         """The node that computes the prompt does not get its images."""
         assert self._call is not None
-        self._call.cancel()
         self._span.fail(error)
-        self._span.end()
+        self._leave()
         self._migration.on_failure(error, self._call, self._num_unfinished_tokens)
 
     def on_stall(self) -> None:

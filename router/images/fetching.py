@@ -30,7 +30,7 @@ MAX_REDIRECTS = 3
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HEADERS = {
+_HEADERS: dict[bytes | str, bytes | str] = {
     "User-Agent": "pdserve",
     "Accept": "image/png, image/jpeg, image/webp, image/gif",
     "Accept-Encoding": "identity",

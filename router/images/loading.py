@@ -215,7 +215,7 @@ class ImageLoader:
 
     async def _measure(self, source: ImageSource, fetches: RequestFetches, accepted: ImageInput) -> MeasuredImage:
         height, width = await self._file(source, fetches, partial(self._decoders.measure, accepted=accepted))
-        return MeasuredImage(height // accepted.cell, width // accepted.cell)
+        return MeasuredImage(*accepted.grid(height, width))
 
     async def _file(
         self,

@@ -27,8 +27,7 @@ from pdserve.config.device import node_devices
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
-from pdserve.images import ImageSpan, image_digest
-from pdserve.records import EncodedImage
+from pdserve.images import EncodedImage, ImageSpan, image_digest
 
 SIMULATED = ("--engine", "simulated", "--block-size", "16", "--sim-speed", "20")
 OUTPUT = 8  # tokens

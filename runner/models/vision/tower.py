@@ -91,7 +91,7 @@ class VisionTower(nn.Module):
         """Return the inputs of the first block: [patches, hidden_size]. ``pixels`` as for ``encode``."""
         inputs = patches(pixels.to(self._table.device), self._table, self._processor)
         rows, columns = patch_places(self.config, pixels.shape[0], pixels.shape[1], self._table.device)
-        x = self.patch_embed(inputs)
+        x: Tensor = self.patch_embed(inputs)
         return x + self._positions(rows, columns).to(x.dtype)
 
     @torch.inference_mode()
@@ -104,7 +104,7 @@ class VisionTower(nn.Module):
         """
         rotary = self._rotary(*patch_places(self.config, height, width, self._table.device))
         for number in range(first, last):
-            block: Callable[[Tensor, _Rotary], Tensor] = self.blocks[number]
+            block: Callable[[Tensor, Rotary], Tensor] = self.blocks[number]
             x = block(x, rotary)
             if number in self.config.deepstack:
                 layer = self.config.deepstack.index(number)
