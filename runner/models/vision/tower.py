@@ -82,7 +82,7 @@ class VisionTower(nn.Module):
         """Return the inputs of the first block: [patches, hidden_size]. ``pixels`` as for ``encode``."""
         inputs = patches(pixels.to(self._table.device), self._table, self._processor)
         rows, columns = self._places(pixels.shape[0], pixels.shape[1])
-        x = self.patch_embed(inputs)
+        x: Tensor = self.patch_embed(inputs)
         return x + self._positions(rows, columns).to(x.dtype)
 
     @torch.inference_mode()
@@ -95,8 +95,7 @@ class VisionTower(nn.Module):
         """
         rotary = self._rotary(*self._places(height, width))
         for number in range(first, last):
-            block: Callable[[Tensor, _Rotary], Tensor] = self.blocks[number]
-            x = block(x, rotary)
+            x = self.blocks[number](x, rotary)
             if number in self.config.deepstack:
                 layer = self.config.deepstack.index(number)
                 keep(layer, self.deepstack_merger_list[layer](x))
