@@ -134,8 +134,7 @@ class StepBuilder:
         room = self._room(sequence, self.crowding)
         most = max(1, min(missing, room, covered))
         room = min(room, image_room := self._image_room(sequence))
-        num_tokens = self._images.limit(sequence, most, room, paced=self.budget is not None)
-        if not num_tokens:
+        if not (num_tokens := self._images.limit(sequence, most, room, paced=self.budget is not None)):
             self._count_images(sequence, self._images.add_piece(sequence, image_room))
             return 0
         if sequence.state is not None:

@@ -104,8 +104,7 @@ class VisionTower(nn.Module):
         """
         rotary = self._rotary(*patch_places(self.config, height, width, self._table.device))
         for number in range(first, last):
-            block: Callable[[Tensor, Rotary], Tensor] = self.blocks[number]
-            x = block(x, rotary)
+            x = self.blocks[number](x, rotary)
             if number in self.config.deepstack:
                 layer = self.config.deepstack.index(number)
                 keep(layer, self.deepstack_merger_list[layer](x))
