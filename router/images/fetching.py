@@ -30,11 +30,11 @@ MAX_REDIRECTS = 3
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HEADERS: dict[bytes | str, bytes | str] = {
-    "User-Agent": "pdserve",
-    "Accept": "image/png, image/jpeg, image/webp, image/gif",
-    "Accept-Encoding": "identity",
-}
+_HEADERS = (
+    (b"User-Agent", b"pdserve"),
+    (b"Accept", b"image/png, image/jpeg, image/webp, image/gif"),
+    (b"Accept-Encoding", b"identity"),
+)
 _MAX_WIRE = MAX_FILE_BYTES + (4 << 20)  # bytes of a response with its headers and the lines of its chunks
 SEND_IT = "send the image itself as 'data:image/png;base64,…'"
 _TOO_SLOW = f"its URL takes more than {FETCH_SECONDS:.0f} s; {SEND_IT}"
@@ -110,7 +110,7 @@ def _parsed(url: str, base: httpx.URL | None = None) -> httpx.URL:
 def _get(pool: httpcore.ConnectionPool, url: httpx.URL, until: float) -> bytearray | str:
     """Return the body, or the URL that a redirect names."""
     target = httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
-    with pool.stream("GET", target, headers={"Host": url.netloc.decode("ascii"), **_HEADERS}) as response:
+    with pool.stream("GET", target, headers=[(b"Host", url.netloc), *_HEADERS]) as response:
         headers = {name.lower(): value for name, value in response.headers}
         if response.status in _REDIRECTS and b"location" in headers:
             return headers[b"location"].decode("latin-1")
