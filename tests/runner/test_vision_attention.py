@@ -56,7 +56,8 @@ def test_memory_does_not_grow_with_the_square(head_dim: int, dtype: torch.dtype,
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 8 * q.nbytes + (2 << 30)
     few = slice(0, 64)
-    exact = F.scaled_dot_product_attention(*(x.double().transpose(0, 1) for x in (q[few], k, v))).transpose(0, 1)
+    wide_q, wide_k, wide_v = (x.double().transpose(0, 1) for x in (q[few], k, v))
+    exact = F.scaled_dot_product_attention(wide_q, wide_k, wide_v).transpose(0, 1)
     torch.testing.assert_close(result[few].double(), exact, rtol=0.02, atol=5e-4)
 
 
