@@ -8,9 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted(path.name for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text())
-# goodput_fleets.py runs goodput.py, and users run it on their systems (docs/compare.md).
-# image_encoding.py has run on no GPU yet.
-WITHOUT_FIGURE = {"goodput.py"}
+WITHOUT_FIGURE = {"goodput.py"}  # goodput_fleets.py runs it, and users run it on their systems (docs/compare.md)
 
 
 def test_programs_exist() -> None:
