@@ -112,13 +112,13 @@ def test_hostile_images_end_nothing_but_their_requests(fleet: Fleet) -> None:
     assert all(process.child.process.poll() is None for process in fleet.processes)
 
 
-NO_IMAGES = (None, 5, True, [], {}, "", "x", "data:", "data:,")
+NO_URLS: tuple[Any, ...] = (None, 5, True, [], {}, "data:;base64,")
+NO_SOURCES: tuple[Any, ...] = (None, 5, [], {}, {"type": "base64"})
+NO_IMAGES: tuple[Any, ...] = (None, 5, True, [], {}, "", "x", "data:", "data:,")
 WRONG: dict[str, tuple[str, dict[str, Any], int]] = {
-    **{
-        f"image_url {value!r}": (CHAT, url(value), 400) for value in (None, 5, True, [], {}, "", "x", "data:", "data:,")
-    },
-    **{f"url {value!r}": (CHAT, url({"url": value}), 400) for value in (None, 5, True, [], {}, "data:;base64,")},
-    **{f"source {value!r}": (MESSAGES, block(value), 400) for value in (None, 5, [], {}, {"type": "base64"})},
+    **{f"image_url {value!r}": (CHAT, url(value), 400) for value in NO_IMAGES},
+    **{f"url {value!r}": (CHAT, url({"url": value}), 400) for value in NO_URLS},
+    **{f"source {value!r}": (MESSAGES, block(value), 400) for value in NO_SOURCES},
     "data 5": (MESSAGES, block({"type": "base64", "media_type": "image/png", "data": 5}), 400),
     "too many images": (CHAT, chat(*[part(PHOTO)] * (MAX_IMAGES + 1)), 400),
     "a data: URL of 29 MB": (CHAT, url({"url": "data:image/png;base64," + "A" * 29_000_000}), 400),

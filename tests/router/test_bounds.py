@@ -111,6 +111,7 @@ def test_headers_and_extra_parameters_do_not_reach_nodes(client: httpx.Client, s
         message.request = 0
         message.request_id = ""
         message.timeout_ms = 0
+        message.age_ms = 0
         seen.append(message)
     assert seen[0] == seen[1]
     assert seen[0].prefill_node == ""

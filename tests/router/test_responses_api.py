@@ -383,7 +383,9 @@ HISTORY: list[dict[str, Any]] = [
 
 
 def test_session_of_an_agent_becomes_a_chat() -> None:
-    body = parse_responses(json.dumps({**AGENT, "instructions": "You help.", "input": HISTORY}).encode())
+    body = parse_responses(
+        json.dumps({**AGENT, "instructions": "You help.", "input": HISTORY}).encode(), has_store=False
+    )
     roles = [message["role"] for message in body.messages]
     assert roles == [
         "system",
@@ -507,6 +509,6 @@ json_values = st.recursive(
 def test_any_input_is_parsed_or_rejected(value: Any) -> None:
     for item in (value, [value], [{"type": "reasoning", "content": value}], [{"type": "function_call", "name": value}]):
         try:
-            assert parse_responses(json.dumps({"input": item}).encode()).messages
+            assert parse_responses(json.dumps({"input": item}).encode(), has_store=False).messages
         except RequestError:
             continue

@@ -232,12 +232,14 @@ def test_a_partial_image_is_dropped(library: Library, stepper: Stepper) -> None:
     """Its rows are free again, and another image may be partial; the image may begin again."""
     prompt = library.prompt("see ", random_image(160, 96, seed=3), " and ", random_image(160, 96, seed=4), "!")
     image, other = prompt.pixels
-    depth = stepper.runner._model.tower.config.depth  # type: ignore[attr-defined]
+    config = stepper.runner._model.tower.config  # type: ignore[attr-defined]
+    depth = config.depth
+    tokens = image.height * image.width // (config.patch_size * config.merge_size) ** 2
     (feature,) = (f for f in stepper.runner._features if isinstance(f, ImageEncoding))  # type: ignore[attr-defined]
     stepper.step()
     free = feature._embeddings.num_free
     stepper.step(pieces=pieces_of(image, depth, 2)[:1])
-    assert feature._embeddings.num_free == free - len(image.pixels) // (3 * 32 * 32)
+    assert feature._embeddings.num_free == free - tokens
     stepper.step(pieces=pieces_of(other, depth, 2)[:1], dropped=(image.digest,))
     stepper.step(dropped=(other.digest,))
     assert feature._embeddings.num_free == free
