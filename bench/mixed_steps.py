@@ -1,4 +1,4 @@
-"""What decodes and prompts cost each other in a step: the runner alone, without scheduler, messages and connector.
+"""Time that decodes and prompts cost each other in a step of a runner, without scheduler, messages and connector.
 
     python bench/make_checkpoint.py /tmp/l --shape llama-8b --config-only
     python bench/mixed_steps.py /tmp/l --load-format dummy --device cuda --decodes 0,16,100 --chunks 0,512,1400,2048
@@ -6,8 +6,8 @@
 
 Flags after the model are the node's. A row is a step of so many decodes, each behind ``--context`` tokens, and of a
 chunk of a prompt with as many tokens before it. ``ms`` is the median of ``--repeat`` steps that follow each other on
-the device, ``launch`` the time of the host until the step is launched. ``lost`` is what the decodes cost the chunk: the
-time of the step less that of the chunk alone. A node paces prompts by it (``pdserve/step_pacing.py``): in steps of S
+the device, ``launch`` the time of the host until the step is launched. ``lost`` is the time of the step less that
+of the chunk alone. A node paces prompts by it (``pdserve/step_pacing.py``): in steps of S
 they take S / (S - lost) of their time alone.
 
 ``--profile DIR`` writes a table of kernels per step, the time in which the device is idle, and a trace.

@@ -56,7 +56,7 @@ class _Sequence:
 
 @dataclass
 class _Rows:
-    """What images change in the inputs of a step, on the host."""
+    """Inputs of a step that images change, on the host."""
 
     accepted: ImageInput
     by_axis: bool  # positions of images differ by axis; else each token's position is its index

@@ -53,7 +53,7 @@ from pdserve.records import StepPlan
 
 
 class EncodingCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What images take; see NodeConfig."""
+    """Memory and work of images on a node, from NodeConfig."""
 
     accepted: ImageInput
     cache: int  # bytes of embeddings
@@ -66,9 +66,13 @@ class EncodingCosts(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of its embeddings."""
         return self.accepted.num_embeddings(span) * self.token_bytes
 
-    def work(self, num_tokens: int, first: int, last: int) -> int:
+    def work(self, num_embeddings: int, first: int, last: int) -> int:
         """Return the work of blocks ``first`` … ``last`` - 1 on an image, in tokens of a prompt."""
-        return self.token_cost.work(num_tokens, first, last, self.depth)
+        return self.token_cost.work(num_embeddings, first, last, self.depth)
+
+    def last_within(self, work: int, span: ImageSpan, first: int) -> int:
+        """Return how many blocks an image may have passed after ``work`` more than the ``first`` ones take."""
+        return self.token_cost.last_within(work, self.accepted.num_embeddings(span), first, self.depth)
 
 
 @dataclass
@@ -213,7 +217,7 @@ class ImageEncoding(ImageSteps):
             return 0
         image = partial.image
         depth = self._costs.depth
-        last = self._costs.token_cost.last_within(max(0, room), image.num_tokens, partial.num_done, depth)
+        last = self._costs.last_within(max(0, room), image, partial.num_done)
         if last == partial.num_done:
             if self._exceeded:
                 return 0
@@ -280,11 +284,12 @@ class ImageEncoding(ImageSteps):
             self._totals.images_encoded += 1
             if self._is_partial(image):
                 self._partial = None
-        return costs.work(image.num_tokens, first, last)
+        return costs.work(costs.accepted.num_embeddings(image), first, last)
 
     def _work_of(self, image: ImageSpan) -> int:
         """Return the work of encoding what an image lacks."""
-        return self._costs.work(image.num_tokens, self._partial_of(image).num_done, self._costs.depth)
+        costs = self._costs
+        return costs.work(costs.accepted.num_embeddings(image), self._partial_of(image).num_done, costs.depth)
 
     def _lacks_embeddings(self, image: ImageSpan) -> bool:
         return image.digest not in self._cache or self._is_partial(image)

@@ -12,7 +12,7 @@ from pdserve.records import StepPlan
 
 
 class ImageOrders(NamedTuple):
-    """What a plan orders: embeddings to drop, then images to encode."""
+    """Orders of a plan: embeddings to drop, then images to encode."""
 
     dropped: tuple[bytes, ...] = ()
     encoded: tuple[EncodedImage, ...] = ()

@@ -133,7 +133,8 @@ class StepBuilder:
         covered = sequence.table.covered - sequence.num_launched
         room = self._room(sequence, self.crowding)
         most = max(1, min(missing, room, covered))
-        room = min(room, image_room := self._image_room(sequence))
+        image_room = self._image_room(sequence)
+        room = min(room, image_room)
         if not (num_tokens := self._images.limit(sequence, most, room, paced=self.budget is not None)):
             self._count_images(sequence, self._images.add_piece(sequence, image_room))
             return 0

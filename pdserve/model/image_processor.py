@@ -207,7 +207,7 @@ def _read_tokens(model_dir: Path) -> TokenizerTokens:
     path = model_dir / _TOKENIZER
     try:
         return TokenizerTokens.decode(read_file(path, MAX_TOKENIZER))
-    except (CheckpointError, OSError, ValueError) as exc:
+    except (CheckpointError, ValueError) as exc:
         raise CheckpointError(
             f"{path}, which has the tokens that end rows of images, cannot be read ({exc}); download it again"
         ) from exc

@@ -47,7 +47,7 @@ Resolve = Callable[[str, int], Sequence[str]]
 
 
 class FetchRule(msgspec.Struct, frozen=True):
-    """What may be fetched. Tests allow their own machine; no option does."""
+    """Limits of a fetch. Tests allow addresses of their own machine; no option does."""
 
     allowed: tuple[str, ...] = ()  # networks beside the public internet
     ports: tuple[int, ...] = ()  # ports beside that of the scheme

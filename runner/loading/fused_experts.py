@@ -15,14 +15,25 @@ _GATE_UP = ".experts.gate_up_proj"
 _DOWN = ".experts.down_proj"
 
 
-class ExpertSlice:
-    """Rows of one expert in a fused tensor. Like a slice of safetensors, it reads nothing before it is indexed."""
+class _ExpertPart:
+    """A part of one expert in a fused tensor. Like a slice of safetensors, it reads nothing before it is indexed."""
 
     def __init__(self, fused: Any, expert: int, first: int, shape: tuple[int, int]) -> None:
         self._fused = fused
         self._expert = expert
         self._first = first
         self._shape = shape
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        dtype: str = self._fused.get_dtype()
+        return dtype
+
+
+class ExpertSlice(_ExpertPart):
+    """Rows of one expert."""
 
     @property
     def origin(self) -> tuple[str, int]:
@@ -31,40 +42,20 @@ class ExpertSlice:
         rows, columns = self._fused.get_shape()[1:]
         return name, first + (self._expert * rows + self._first) * columns
 
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        dtype: str = self._fused.get_dtype()
-        return dtype
-
     def __getitem__(self, index: tuple[slice, ...]) -> Any:
         rows, *columns = index if isinstance(index, tuple) else (index,)
         begin, end, _ = rows.indices(self._shape[0])
         return self._fused[(self._expert, slice(self._first + begin, self._first + end), *columns)]
 
 
-class TransposedExpertSlice:
-    """Columns of one expert in a fused tensor, as rows. They are no range of the stored tensor, so it has no origin."""
-
-    def __init__(self, fused: Any, expert: int, first: int, shape: tuple[int, int]) -> None:
-        self._fused = fused
-        self._expert = expert
-        self._first = first
-        self._shape = shape
+class TransposedExpertSlice(_ExpertPart):
+    """Columns of one expert, as rows. They are no range of the stored tensor, so it has no origin."""
 
     @property
     def transposed(self) -> str:
         """The stored tensor."""
         name: str = self._fused.origin[0]
         return name
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        dtype: str = self._fused.get_dtype()
-        return dtype
 
     def __getitem__(self, index: tuple[slice, ...]) -> Any:
         rows, *columns = index if isinstance(index, tuple) else (index,)

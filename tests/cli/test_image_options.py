@@ -1,4 +1,4 @@
-"""What a node does with images: by its options, its role, and the checkpoint's tower and image processor."""
+"""Options, role and checkpoint of a node decide whether it refuses, continues or encodes images."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from checkpoints import node_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from image_checkpoints import KINDS, ImageReference, make_image_checkpoint, random_image
+from image_checkpoints import KINDS, ImageReference, encode, make_image_checkpoint, random_image
 from PIL import Image
 from stepper import Stepper
 from test_image_positions import PARTS, laid_out
@@ -81,7 +81,7 @@ class Seeing:
         assert self.processor is not None
         height, width = smart_size(self.processor.image_input(0), image.height, image.width)
         pixels = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-        return self.tower.encode(torch.from_numpy(np.array(pixels)))
+        return encode(self.tower, torch.from_numpy(np.array(pixels)))
 
     def run(self, ids: list[int], spans: Images, images: Sequence[Image.Image], chunk: int) -> tuple[list[int], Tensor]:
         """Return the tokens after a prompt, and the log-probabilities of all tokens but the first."""

@@ -27,6 +27,8 @@ from tokenizers import AddedToken
 from torch import Tensor
 
 from pdserve.images import Images, ImageSpan
+from runner.models.vision.tower import Features
+from runner.models.vision.towers import AnyVisionTower
 
 KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3")
 DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")  # kinds whose towers join the first text layers
@@ -278,6 +280,17 @@ def random_image(height: int, width: int, seed: int, mode: str = "RGB") -> Image
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (max(1, height // 11), max(1, width // 13), 3), np.uint8)
     return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST).convert(mode)
+
+
+@torch.inference_mode()
+def encode(tower: AnyVisionTower, pixels: Tensor) -> Features:
+    """Encode an image as a whole: ``pixels`` uint8 [height, width, 3]."""
+    height, width, _ = pixels.shape
+    deepstack: list[Tensor] = []
+    x = tower.begin(pixels)
+    x = tower.run(x, height, width, 0, tower.config.depth, lambda layer, rows: deepstack.append(rows))
+    embeddings = tower.end(x)
+    return Features(embeddings, torch.stack(deepstack) if deepstack else embeddings.new_empty(0, *embeddings.shape))
 
 
 class ImageReference:

@@ -1,4 +1,4 @@
-"""What all vision towers have, and the helpers that read it."""
+"""The common fields of vision towers, and the checks of their configuration."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ NO_IMAGE_INPUTS = NoImageInputs()
 
 
 class ImageInputs(NoImageInputs):
-    """``offsets`` are 0 for text and padded rows. Whoever prepares the next step zeroes the others."""
+    """``offsets`` are 0 for text and padded rows. The writer of the next step's offsets zeroes the others."""
 
     def __init__(self, config: VisionConfig, max_batch_tokens: int, placement: TensorPlacement, shard: int = 0) -> None:
         """``shard``: the shards of a stage add up their embeddings, so the first one alone has those of images."""

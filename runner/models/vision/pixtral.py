@@ -20,7 +20,7 @@ from pdserve.model.towers.pixtral import PixtralVision
 from pdserve.model.towers.vision_config import CHANNELS
 from runner.models.vision.attention import attend
 from runner.models.vision.patches import patches, value_table
-from runner.models.vision.tower import ACTIVATION_FUNCTIONS, Features, Rotary, patch_places
+from runner.models.vision.tower import ACTIVATION_FUNCTIONS, Rotary, patch_places
 from runner.placement import TensorPlacement
 
 _EPS = 1e-5  # RMS norms of the tower add it to the mean square
@@ -44,18 +44,8 @@ class PixtralTower(nn.Module):
         self._table = value_table(processor).to(placement.device, placement.dtype)
 
     @torch.inference_mode()
-    def encode(self, pixels: Tensor) -> Features:
-        """Encode one image: ``pixels`` uint8 [height, width, 3]; its sides are multiples of a token's side in pixels.
-
-        No call waits for the device, apart from the copy of pixels in the host's pageable memory.
-        """
-        height, width, _ = pixels.shape
-        embeddings = self.end(self.run(self.begin(pixels), height, width, 0, self.config.depth))
-        return Features(embeddings, embeddings.new_empty(0, *embeddings.shape))
-
-    @torch.inference_mode()
     def begin(self, pixels: Tensor) -> Tensor:
-        """Return the inputs of the first layer: [patches, hidden_size]. ``pixels`` as for ``encode``."""
+        """Return the inputs of the first layer: [patches, hidden_size]. ``pixels`` as for VisionTower."""
         return self.vision_tower.embed(patches(pixels.to(self._table.device), self._table, self._processor))
 
     @torch.inference_mode()
@@ -66,7 +56,7 @@ class PixtralTower(nn.Module):
         width: int,
         first: int,
         last: int,
-        keep: Callable[[int, Tensor], None] | None = None,
+        keep: Callable[[int, Tensor], None],
     ) -> Tensor:
         """Run layers ``first`` … ``last`` - 1 on the hidden states ``x``, which stay, of an image of these pixels.
 

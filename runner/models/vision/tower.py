@@ -75,20 +75,12 @@ class VisionTower(nn.Module):
         self._table = value_table(processor).to(placement.device, placement.dtype)
 
     @torch.inference_mode()
-    def encode(self, pixels: Tensor) -> Features:
-        """Encode one image: ``pixels`` uint8 [height, width, 3]; its sides are multiples of a token's side in pixels.
-
-        No call waits for the device, apart from the copy of pixels in the host's pageable memory.
-        """
-        height, width, _ = pixels.shape
-        deepstack: list[Tensor] = []
-        x = self.run(self.begin(pixels), height, width, 0, self.config.depth, lambda _, rows: deepstack.append(rows))
-        embeddings = self.end(x)
-        return Features(embeddings, torch.stack(deepstack) if deepstack else embeddings.new_empty(0, *embeddings.shape))
-
-    @torch.inference_mode()
     def begin(self, pixels: Tensor) -> Tensor:
-        """Return the inputs of the first block: [patches, hidden_size]. ``pixels`` as for ``encode``."""
+        """Return the inputs of the first block: [patches, hidden_size].
+
+        ``pixels``: uint8 [height, width, 3] of one image; its sides are multiples of a token's side. No call waits for
+        the device, apart from the copy of pixels in the host's pageable memory.
+        """
         inputs = patches(pixels.to(self._table.device), self._table, self._processor)
         rows, columns = patch_places(self.config, pixels.shape[0], pixels.shape[1], self._table.device)
         x: Tensor = self.patch_embed(inputs)
