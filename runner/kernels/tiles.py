@@ -16,6 +16,7 @@ _KEY_TILE_BYTES = 16384  # bytes of keys, and as many of values, per pipeline st
 _SHORT_WINDOW = 512  # tokens; large tiles of keys would be masked for the most part
 _LATENT_HEADS = 16  # most query heads of a program that attends to latents: its results fill the registers
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
+_WIDE_HEAD = 256  # elements; tiles of wider heads are smaller
 _MATRIX_ROWS = 16  # least rows of a tensor core product
 _FEW = 4  # tokens of a decode with three drafts, or of a decode node's first step after a handoff
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -49,6 +50,10 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
     dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype]
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
+    wide = head_dim > _WIDE_HEAD
+    if wide:  # as for latents: a program's results, and the keys of two stages, fill registers and shared memory
+        rows = 16 if exact else 64 if large else 32
+        keys = 32 if large and not exact else 16
     windowed_rows = min(rows, 64)
     windowed_keys = min(keys, 32)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
@@ -58,9 +63,11 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
         "BLOCK_ROWS": max(block_group, _MATRIX_ROWS),
         # On an H200 with 32 heads on 8 of 128 (bench/decode_attention.py): 2 warps are 2 to 8 % slower.
         "num_warps": 4,
-        "num_stages": 1 if exact else 3,
+        "num_stages": 1 if exact else 3 if not wide else 2 if large else 1,
     }
     several = decode | {"BLOCK_ROWS": min(max(_FEW * block_group, _MATRIX_ROWS), max(rows, block_group))}
+    if wide and several["BLOCK_ROWS"] > _MATRIX_ROWS:
+        several["num_warps"] = 8
     return AttentionTiles(
         processors=processors_of(device),
         few=several["BLOCK_ROWS"] // block_group,
@@ -72,16 +79,16 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_QUERIES": max(rows // block_group, 1),
-            "num_warps": 4,
-            "num_stages": 1 if exact else 3 if large else 2,
+            "num_warps": 8 if wide and not exact else 4,
+            "num_stages": 1 if exact else 2 if wide == large else 3 if large else 1,
         },
         windowed={
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_QUERIES": max(windowed_rows // block_group, 1),
             "BLOCK_KEYS": windowed_keys,
-            "num_warps": 4,
-            "num_stages": 1 if exact else 2,
+            "num_warps": 8 if wide and not exact else 4,
+            "num_stages": 1 if exact or (wide and not large) else 2,
         },
     )
 

@@ -203,10 +203,11 @@ def make_checkpoint(
     config.dtype = dtype
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+        stored = ("correction_bias", "layer_scalar")
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(stored))
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
                 is_centered = family in RECURRENT and "linear_attn" not in name  # the norm scales by 1 + weight
                 parameter.copy_((0.0 if is_centered else 1.0) + 0.2 * noise)
             elif parameter.dim() == 1:
@@ -412,7 +413,7 @@ def node_config(
         num_blocks=num_blocks,
         block_size=block_size,
         kernel_block_size=kernel_block_size,
-        num_layers=model.kv_cache_groups.block_layers(range(model.num_kv_layers)),
+        num_layers=model.kv_cache_groups.block_layers(range(model.num_kv_layers), model.num_kv_heads),
         groups=model.kv_cache_groups,
         spec=model.kv_cache_spec(FP8_E4M3 if kv_scales else dtype),
     )
