@@ -160,6 +160,11 @@ def choose_parallel_config(
             f"pp {pp}: some layers of {model.architecture} read the KV of other layers, which must be on the same "
             "stage; use --tp in place of --pp"
         )
+    if pp > 1 and model.gemma4 is not None and model.gemma4.size_per_layer:
+        raise ConfigError(
+            f"pp {pp}: layers of {model.architecture} read embeddings of token ids, which only the first stage has; use "
+            "--tp in place of --pp"
+        )
     parallel = ParallelConfig(tuple(stage_layers), tp, ep)
     _check_kinds(model, parallel)
     return parallel
@@ -285,6 +290,11 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
     tables += head + mine.num_draft_layers * 2 * mine.hidden_size**2  # projections of embeddings and hidden states
     dense = 3 * mine.hidden_size * mine.intermediate_size
     moe = mine.moe
+    if mine.gemma4 is not None and (size := mine.gemma4.size_per_layer):
+        mixers += len(layers) * 3 * mine.hidden_size * size
+        tables += len(vocabulary_of(model, position)) * len(layers) * size
+    if mine.gemma4 is not None and mine.gemma4.wide_mlp:
+        mixers += sum(not model.has_kv(layer) for layer in layers) * dense
     if moe is None or model.moe is None:
         return mixers + len(layers) * dense, 0, tables
     num_dense = sum(model.moe.is_dense(layer) for layer in layers)

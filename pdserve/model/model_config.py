@@ -27,6 +27,7 @@ from pdserve.model.from_transformers.any_decoder import (
     read_windows,
     rename_fields,
 )
+from pdserve.model.gemma4 import Gemma4Config
 from pdserve.model.latent import LatentConfig, read_latent
 from pdserve.model.moe import MoEConfig
 from pdserve.model.quantization.kept_weights import kept_format
@@ -93,6 +94,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     vision: AnyVision | None = None  # native tower of the multimodal checkpoint; None: none that can be used
     multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
     kv_heads: tuple[KVHeads, ...] = ()  # of each layer with a KV cache; empty: all have num_kv_heads and head_dim
+    gemma4: Gemma4Config | None = None  # None: another family, or not native
     kv_sources: tuple[int, ...] = ()  # the layer whose KV each layer reads: itself, or an earlier one; empty: itself
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
@@ -228,7 +230,7 @@ def _native_decoder(
     """Read a model of a family in ``FAMILIES``."""
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
-    check_unread(fields, family.module)
+    check_unread(fields, family.module, has_layer_config=family.complete is not None)
     weight_format, quantization = read_weight_format(fields)
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers")
@@ -236,7 +238,9 @@ def _native_decoder(
     latent = read_latent(fields) if family.has_latents else None
     num_kv_heads, head_dim = _key_value_heads(fields, num_heads, latent)
     rope_head_dim = head_dim if latent is None else latent.qk_rope_head_dim
-    rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
+    rope = RopeConfig(theta=10_000.0)
+    if family.complete is None:
+        rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
     scale = head_dim**-0.5 if latent is None else latent.scale(rope)
     vocab_size = fields.integer("vocab_size")
     dtype = _dtype(model_dir, fields, weight_format)
@@ -276,6 +280,8 @@ def _native_decoder(
         num_nextn_layers=fields.integer(nextn[0], 0, least=0),
         multimodal=multimodal,
     )
+    if family.complete is not None:
+        model = family.complete(fields, model)
     return msgspec.structs.replace(model, unread_fields=unread_names(fields))
 
 
@@ -336,7 +342,7 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multi
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
         windows=read_windows(fields, num_layers),
-        **read_heads(fields),
+        **read_heads(fields, num_layers),
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10_000.0),
         max_position_embeddings=read_positions(fields),

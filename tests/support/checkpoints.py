@@ -174,6 +174,42 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {**_LATENT, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
     ),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, {**_LATENT}),
+    "gemma4_text": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            "num_hidden_layers": 6,
+            "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 20,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 128,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+}
+GEMMA4_SIZES: dict[str, dict[str, Any]] = {  # what differs between the published sizes, made small
+    "E2B": {
+        "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
+    "E4B": {"num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    "12B": {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "26B-A4B": {
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    },
+    "31B": {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
 }
 _MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 
