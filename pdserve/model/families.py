@@ -178,6 +178,7 @@ FAMILIES: dict[str, DecoderFamily] = {
     "Gemma4ForCausalLM": DecoderFamily(
         module="gemma4_text",
         defaults={
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "sliding_window": 512,

@@ -124,10 +124,12 @@ def _read(fields: ConfigFields, sizes: Sequence[int]) -> tuple[RopeConfig, Gemma
     if fields.flag("attention_bias"):
         raise fields.error("has attention_bias = true; supported is false. Leave --model-impl at transformers")
     size_per_layer = fields.integer("hidden_size_per_layer_input", 0, least=0)
-    if size_per_layer and fields.integer("vocab_size_per_layer_input") != fields.integer("vocab_size"):
+    vocab_size = fields.integer("vocab_size")
+    vocab_per_layer = fields.get("vocab_size_per_layer_input")
+    if size_per_layer and vocab_per_layer != vocab_size:
         raise fields.error(
-            f"has vocab_size_per_layer_input {fields.get('vocab_size_per_layer_input')} beside vocab_size "
-            f"{fields.get('vocab_size')}; supported are equal ones. {REMEDY}"
+            f"has vocab_size_per_layer_input {shown(vocab_per_layer)} beside vocab_size {vocab_size}; supported are "
+            f"equal ones. {REMEDY}"
         )
     cap = fields.get("final_logit_softcapping")
     if cap is not None:

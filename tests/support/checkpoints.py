@@ -48,6 +48,7 @@ FAMILIES: tuple[str, ...] = (
     "minimax_m2",
     *RECURRENT,
     *LATENT,
+    "gemma4_text",
 )
 
 _TINY: dict[str, Any] = {
@@ -178,8 +179,6 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Gemma4TextConfig,
         transformers.Gemma4ForCausalLM,
         {
-            "num_hidden_layers": 6,
-            "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 16,
@@ -191,17 +190,22 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         },
     ),
 }
+_SIX_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+}
 GEMMA4_SIZES: dict[str, dict[str, Any]] = {  # what differs between the published sizes, made small
     "E2B": {
+        **_SIX_LAYERS,
         "num_key_value_heads": 1,
         "hidden_size_per_layer_input": 8,
         "num_kv_shared_layers": 3,
         "use_double_wide_mlp": True,
     },
-    "E4B": {"num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
-    "12B": {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "E4B": {**_SIX_LAYERS, "num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    "12B": {**_SIX_LAYERS, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     "26B-A4B": {
-        "num_key_value_heads": 4,
+        **_SIX_LAYERS,
         "num_global_key_value_heads": 2,
         "attention_k_eq_v": True,
         "enable_moe_block": True,
@@ -209,7 +213,7 @@ GEMMA4_SIZES: dict[str, dict[str, Any]] = {  # what differs between the publishe
         "top_k_experts": 3,
         "moe_intermediate_size": 48,
     },
-    "31B": {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+    "31B": {**_SIX_LAYERS, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
 }
 _MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 
