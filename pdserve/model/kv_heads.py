@@ -26,7 +26,9 @@ def read_kv_heads(fields: ConfigFields, windows: Sequence[int | None], usual: KV
         raise fields.error(f"has {_OVERRIDES} = {shown(overrides)}; it must be an object. {REMEDY}")
     kv_heads = [usual] * len(windows)
     if model_type in _GLOBAL_HEADS:
-        full = usual if fields.given(_OVERRIDES) is not None else _global_heads(fields, usual, _GLOBAL_HEADS[model_type])
+        full = (
+            usual if fields.given(_OVERRIDES) is not None else _global_heads(fields, usual, _GLOBAL_HEADS[model_type])
+        )
         kv_heads = [usual if window else full for window in windows]
     elif model_type in _MORE_IN_WINDOWS:
         more = KVHeads(usual.num_kv_heads * _MORE_IN_WINDOWS[model_type], usual.head_dim)

@@ -50,10 +50,13 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
     dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype]
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
-    wide = head_dim > _WIDE_HEAD
-    if wide:  # as for latents: a program's results, and the keys of two stages, fill registers and shared memory
+    num_warps = 4
+    num_stages = 3 if large else 2
+    if head_dim > _WIDE_HEAD:  # as for latents: a program's results fill its registers. Not measured on a GPU yet
         rows = 16 if exact else 64 if large else 32
         keys = 32 if large and not exact else 16
+        num_warps = 4 if exact else 8  # decodes with 4 spill 165 times on Hopper
+        num_stages = 2 if large else 1
     windowed_rows = min(rows, 64)
     windowed_keys = min(keys, 32)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
@@ -62,12 +65,10 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
         "BLOCK_GROUP": block_group,
         "BLOCK_ROWS": max(block_group, _MATRIX_ROWS),
         # On an H200 with 32 heads on 8 of 128 (bench/decode_attention.py): 2 warps are 2 to 8 % slower.
-        "num_warps": 4,
-        "num_stages": 1 if exact else 3 if not wide else 2 if large else 1,
+        "num_warps": num_warps,
+        "num_stages": 1 if exact else num_stages if head_dim > _WIDE_HEAD else 3,
     }
     several = decode | {"BLOCK_ROWS": min(max(_FEW * block_group, _MATRIX_ROWS), max(rows, block_group))}
-    if wide and several["BLOCK_ROWS"] > _MATRIX_ROWS:
-        several["num_warps"] = 8
     return AttentionTiles(
         processors=processors_of(device),
         few=several["BLOCK_ROWS"] // block_group,
@@ -79,16 +80,16 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_QUERIES": max(rows // block_group, 1),
-            "num_warps": 8 if wide and not exact else 4,
-            "num_stages": 1 if exact else 2 if wide == large else 3 if large else 1,
+            "num_warps": num_warps,
+            "num_stages": 1 if exact else num_stages,
         },
         windowed={
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_QUERIES": max(windowed_rows // block_group, 1),
             "BLOCK_KEYS": windowed_keys,
-            "num_warps": 8 if wide and not exact else 4,
-            "num_stages": 1 if exact or (wide and not large) else 2,
+            "num_warps": num_warps,
+            "num_stages": 1 if exact else min(num_stages, 2),
         },
     )
 
