@@ -176,8 +176,8 @@ def _check_heads(layout: KVLayout, share: KVShare) -> None:
         cached = layout.groups.heads_of(group, layout.num_kv_heads).num_kv_heads
         if held != cached:
             raise PeerError(
-                f"{share.num_heads} of {share.total_heads} KV heads from {share.first_head} on, as a rank of the peer has "
-                f"them, are {held} heads of KV cache group {group}, and its blocks have {cached}; its shards must "
+                f"{share.num_heads} of {share.total_heads} KV heads from {share.first_head} on, as a rank of the peer "
+                f"has them, are {held} heads of KV cache group {group}, and its blocks have {cached}; its shards must "
                 "split or repeat the heads of each group"
             )
 

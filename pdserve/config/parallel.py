@@ -162,8 +162,8 @@ def choose_parallel_config(
         )
     if pp > 1 and model.gemma4 is not None and model.gemma4.size_per_layer:
         raise ConfigError(
-            f"pp {pp}: layers of {model.architecture} read embeddings of token ids, which only the first stage has; use "
-            "--tp in place of --pp"
+            f"pp {pp}: layers of {model.architecture} read embeddings of token ids, which only the first stage has; "
+            "use --tp in place of --pp"
         )
     parallel = ParallelConfig(tuple(stage_layers), tp, ep)
     _check_kinds(model, parallel)

@@ -82,15 +82,16 @@ class KVCacheGroups(msgspec.Struct, frozen=True):
         for heads in self.heads:
             if min(heads.num_kv_heads, heads.head_dim) < 1 or most % heads.num_kv_heads:
                 raise ConfigError(
-                    f"KV cache groups have {' and '.join(map(str, self.heads))}; each number must be at least 1, and each "
-                    f"number of heads divide {most}"
+                    f"KV cache groups have {' and '.join(map(str, self.heads))}; each number must be at least 1, and "
+                    f"each number of heads divide {most}"
                 )
 
     def __str__(self) -> str:
         counts = Counter(self.layers)
         sizes = [f"{counts[group]} layers of {window or 'full'}" for group, window in enumerate(self.windows)]
         if self.heads:
-            sizes = [f"{size} and {heads}" for size, heads in zip(sizes, self.heads, strict=True)]
+            described = Counter(f"{size} and {heads}" for size, heads in zip(sizes, self.heads, strict=True))
+            sizes = [f"{count} × ({size})" if count > 1 else size for size, count in described.items()]
         return ", ".join(sizes) if self.layers else f"all layers of {self.windows[0] or 'full'}"
 
     @property

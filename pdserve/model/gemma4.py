@@ -33,7 +33,7 @@ _PERIOD = 6  # without layer_types, each sixth layer attends to all tokens
 
 
 class Gemma4Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Whatever else the layers of Gemma 4 read. ``ModelConfig.rope`` belongs to layers with a window."""
+    """Properties that only Gemma 4 has. ``ModelConfig.rope`` belongs to layers with a window."""
 
     full_rope: RopeConfig
     values_are_keys: bool  # in layers with full attention: both are norms of one projection
@@ -87,8 +87,8 @@ def complete(fields: ConfigFields, model: ModelConfig) -> ModelConfig:
     for kind in set(heads):
         if model.num_heads % kind.num_kv_heads or kind.head_dim % 2:
             raise fields.error(
-                f"has {model.num_heads} attention heads and {kind}; the first must be a multiple of the second, and the "
-                f"size even. {REMEDY}"
+                f"has {model.num_heads} attention heads and {kind}; the first must be a multiple of the second, and "
+                f"the size even. {REMEDY}"
             )
     sources = kv_sources(fields, num_layers)
     own = tuple(kind for layer, kind in enumerate(heads) if not sources or sources[layer] == layer)

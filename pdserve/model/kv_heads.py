@@ -57,8 +57,8 @@ def _check(fields: ConfigFields, kv_heads: Sequence[KVHeads]) -> None:
     for heads in kv_heads:
         if most % heads.num_kv_heads:
             raise fields.error(
-                f"has layers of {heads.num_kv_heads} and of {most} key/value heads; the KV cache needs a divisor of the "
-                f"larger number. {REMEDY}"
+                f"has layers of {heads.num_kv_heads} and of {most} key/value heads; the first must divide the second. "
+                f"{REMEDY}"
             )
 
 

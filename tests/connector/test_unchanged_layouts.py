@@ -27,10 +27,12 @@ from pdserve.records import Peer, RankKV
 from pdserve.rpc.protobuf import rank_to_pb
 from runner.kv_digest import KVDigester
 
+_MISTRAL = {"sliding_window": 20, "num_hidden_layers": 5, "layer_types": ["full_attention"] + ["sliding_attention"] * 4}
+_QWEN = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2, "num_hidden_layers": 7}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral-windows": ("mistral", {"sliding_window": 20, "num_hidden_layers": 5, "layer_types": ["full_attention"] + ["sliding_attention"] * 4}),
-    "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2, "num_hidden_layers": 7}),
-}  # fmt: skip
+    "mistral-windows": ("mistral", _MISTRAL),
+    "qwen3-windows": ("qwen3", _QWEN),
+}
 HASHES: dict[str, str] = {
     "llama": "461f0cbdbe48a942",
     "mistral": "2825c41f0f60148f",

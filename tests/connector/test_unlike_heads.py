@@ -81,13 +81,11 @@ def cases(draw: st.DrawFn) -> Case:
     for _ in range(2):
         cuts = draw(st.sets(st.integers(1, num_layers - 1), max_size=2))
         stage_layers = [end - start for start, end in pairwise([0, *sorted(cuts), num_layers])]
-        finest = groups.finest.num_kv_heads
         shards = [
             count
             for count in (1, 2, 3, 4, 6, 8, 12)
             if all(not (heads.num_kv_heads % count and count % heads.num_kv_heads) for heads in groups.heads)
         ]
-        assert 1 in shards and finest >= 1
         page = draw(st.sampled_from([size for size in (1, 2, 3, 4, 6) if block_size % size == 0]))
         nodes.append(node(groups, block_size, stage_layers, draw(st.sampled_from(shards)), page, 5))
     return Case(groups, block_size, *nodes)

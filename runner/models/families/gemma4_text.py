@@ -1,4 +1,4 @@
-"""Gemma 4: layers of two kinds, with norms on both sides, shared KV, embeddings per layer and experts beside the MLP."""
+"""Gemma 4: layers of two kinds with norms on both sides, shared KV, embeddings per layer, experts beside the MLP."""
 
 from __future__ import annotations
 
