@@ -181,7 +181,7 @@ def test_digests_of_the_ranks_of_any_two_nodes_add_up_to_the_same(case: Case, se
     sums = []
     for side in (case.ours, case.theirs):
         total = np.zeros(5, np.int64)
-        for share in set(side.shares):  # of ranks with equal parts, one counts
+        for share in set(side.shares):  # one of the ranks with equal parts counts
             layout = side.layouts[side.shares.index(share)]
             memory = torch.from_numpy((memory_of(cells, layout, share, of_block) % 256).astype(np.uint8))
             total += KVDigester(memory.view(torch.float16).view(layout.shape), layout, share).compute([order]).numpy()

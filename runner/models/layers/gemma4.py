@@ -82,7 +82,7 @@ class Gemma4Attention:
             heads = normed.view(tokens, self._num_heads, self._size)
             return apply_rotary(heads, *expand_cos_sin(rotary, self._dtype))
         values = self._num_keys * self._size
-        raw = projected[:, projected.shape[1] - values :]  # of values, or of keys where these are one
+        raw = projected[:, projected.shape[1] - values :]  # values, or keys where these are one
         normed = self._ops.rms_norm(raw.reshape(-1, self._size).contiguous(), self._ones).view(tokens, values)
         if self._copies_keys:
             projected = torch.cat((projected, normed), dim=1)
@@ -129,7 +129,7 @@ class Gemma4Experts:
         device = placement.device
         self._scale = torch.empty(config.hidden_size, device=device, dtype=placement.dtype)
         self._norm = torch.empty(config.hidden_size, device=device, dtype=torch.float32)  # with the factor of sizes
-        self._factors = torch.empty(moe.num_experts, device=device, dtype=torch.float32)  # of each expert's result
+        self._factors = torch.empty(moe.num_experts, device=device, dtype=torch.float32)  # factor per expert
         self._ops = context.ops
 
     def apply(self, residual: Tensor, x: Tensor) -> Tensor:
