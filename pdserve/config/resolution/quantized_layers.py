@@ -30,6 +30,8 @@ def kept_problem(
     if model.weight_format == UNQUANTIZED:
         return ""
     kept = kept_format(model.weight_format, model.quantization)
+    if model.gemma4 is not None:
+        return "V2's products of quantized weights apply SiLU to gates; Gemma 4 has GELU"
     if kept is None:
         return f"V2 runs unquantized, FP8 and MXFP4 weights; these are {model.weight_format}"
     if kept is MXFP4:

@@ -109,7 +109,7 @@ class Gemma4MLP(MLP):
     """down(gelu(gate(x)) * up(x))."""
 
     def apply(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self._down.apply_gated(self._gate_up.apply(x), gelu_and_mul)
+        return self._down.apply(gelu_and_mul(self._gate_up.apply(x)))
 
 
 class Gemma4Experts:
@@ -280,7 +280,7 @@ class PerLayerEmbedding:
         by_id = self._parallel.all_reduce(self._table(token_ids)) * self._scale
         projected = self._projection.apply(hidden) * self._projection_scale
         normed = self._ops.rms_norm(projected.view(-1, self._size), self._norm.weight)
-        both = (normed + by_id.view(-1, self._size)) * 2.0**-0.5
+        both: Tensor = (normed + by_id.view(-1, self._size)) * 2.0**-0.5
         return both.view(len(token_ids), self._num_layers, self._size).transpose(0, 1).contiguous()
 
     def weight_shards(self) -> WeightShards:
