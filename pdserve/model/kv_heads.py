@@ -12,7 +12,7 @@ GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: Model types whose layers with full attention have other heads by fields of their own, and the default of their size.
 _GLOBAL_HEADS = dict.fromkeys(GEMMA4, 512)
 #: Model types whose layers with a window have more KV heads than the others, and how many times as many.
-_MORE_IN_WINDOWS = {"mimo_v2_flash": 2}
+MORE_IN_WINDOWS = {"mimo_v2_flash": 2}
 _PERIOD = 6  # without layer_types, each sixth layer of Gemma 4 attends to all tokens
 _OVERRIDES = "per_layer_config"  # as transformers 5 saves it: by layer, the fields that differ there
 
@@ -32,8 +32,8 @@ def read_kv_heads(fields: ConfigFields, windows: Sequence[int | None], usual: KV
             usual if fields.given(_OVERRIDES) is not None else _global_heads(fields, usual, _GLOBAL_HEADS[model_type])
         )
         kv_heads = [usual if window else full for window in windows]
-    elif model_type in _MORE_IN_WINDOWS:
-        more = KVHeads(usual.num_kv_heads * _MORE_IN_WINDOWS[model_type], usual.head_dim)
+    elif model_type in MORE_IN_WINDOWS:
+        more = KVHeads(usual.num_kv_heads * MORE_IN_WINDOWS[model_type], usual.head_dim)
         kv_heads = [more if window else usual for window in windows]
     for name in overrides:
         if not name.isdecimal() or int(name) >= len(windows):
