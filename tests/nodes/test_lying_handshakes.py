@@ -16,7 +16,7 @@ from engine.kv_cache.cache_parts import CacheParts
 from engine.peers.connected_peers import ConnectedPeers
 from pdserve.errors import ConfigError, PeerError
 from pdserve.ipc.messages import EventBatch
-from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare
 from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
 from pdserve.pb import pdserve_pb2 as pb
@@ -27,6 +27,7 @@ from pdserve.rpc.protobuf import layout_from_pb, rank_from_pb, rank_to_pb
 SPEC = FullAttentionSpec(2, 4, "float16")
 PLAIN = KVLayout(num_blocks=8, block_size=16, kernel_block_size=8, num_layers=6, spec=SPEC)
 WINDOWS = KVLayout(8, 16, 8, 3, SPEC, KVCacheGroups((None, 32), (0, 1, 0, 1, 0, 1)))
+UNLIKE = KVLayout(8, 16, 8, 3, SPEC, KVCacheGroups((None, 32), (0, 1, 0, 1, 0, 1), (KVHeads(1, 8), KVHeads(2, 4))))
 WITH_DRAFTS = KVLayout(8, 16, 8, 7, SPEC)
 DRAFTING = KVShare(0, 7, 0, 2, total_layers=7, total_heads=2, draft_layers=1)
 STATES = RankStates(
@@ -44,6 +45,7 @@ def rank(layout: KVLayout, share: KVShare | None = None, states: RankStates | No
 NODES = {
     "plain": (LocalRank(), rank(PLAIN)),
     "windows": (LocalRank(), rank(WINDOWS)),
+    "unlike heads": (LocalRank(), rank(UNLIKE)),
     "drafts": (LocalRank((DRAFTING,)), rank(WITH_DRAFTS, DRAFTING)),
     "states": (LocalRank(states=STATES), rank(PLAIN, None, STATES)),
 }
