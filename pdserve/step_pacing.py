@@ -35,15 +35,16 @@ class StepPace(NamedTuple):
     late: tuple[int, ...]  # the oldest first
 
 
-def pace(dues: Sequence[Due], *, ahead: float, decode: float, target: float) -> StepPace:
+def pace(dues: Sequence[Due], *, ahead: float, decode: float, target: float, limit: float) -> StepPace:
     """Return the pace for ``dues``, listed in the order of arrival, behind ``ahead`` seconds of other prompts.
 
-    ``decode`` is what the decodes of a step cost its prompts, ``target`` the seconds of a step while no prompt is late:
-    at least ``decode``. Longer steps follow only from objectives, up to ``useful_step``.
+    ``decode`` is what the decodes of a step cost its prompts. While no prompt is late, the seconds of a step are
+    ``useful_step`` between ``target``, which is at least ``decode``, and ``limit``. Longer steps follow only from
+    objectives, up to ``useful_step``.
     """
     longest = max(target, useful_step([due.seconds for due in dues], ahead, decode))
     first, late = _divide(dues, ahead, _rate(longest, decode))
-    seconds = target
+    seconds = min(longest, max(target, limit))
     work = ahead
     for index in first:
         work += dues[index].seconds

@@ -21,7 +21,8 @@ The expectation may be wrong by half a chunk then. A sequence that is overdue is
 
 Decodes for peers (decode-ahead) are not protected: their peers take over soon.
 
-Steps are longer than the target while prompts would miss ``--ttft-target`` otherwise: see ttft_target.py.
+Steps are longer than the target beside much work of prompts, and while prompts would miss ``--ttft-target`` otherwise:
+see ttft_target.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from engine.kv_cache.peer_kv import PeerKV
 from engine.scheduler.microbatch import RunnableSequences
 from engine.sequence import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
-from pdserve.request_cost import LinearCost, auto_itl_target
+from pdserve.request_cost import ITL_LIMIT, LinearCost, auto_itl_target
 
 OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 _MANY = 10**9  # tokens
@@ -45,6 +46,7 @@ class MixedStep(NamedTuple):
     """A step with decodes and prompts, in seconds."""
 
     seconds: float
+    limit: float  # with much work of prompts
     decode: float  # the part that the decodes take
 
 
@@ -82,13 +84,19 @@ class ItlTarget:
         decode = self._meter.decode
         return self._stages * auto_itl_target(self._idle_step or decode.at(1), decode.at(self._decodes))
 
+    @property
+    def limit(self) -> float:
+        """The seconds up to which much work of prompts may stretch the target: an explicit one by nothing."""
+        return max(self.seconds, ITL_LIMIT) if self._seconds is None else self._seconds
+
     def step(self, decoding: int) -> MixedStep | None:
         """Return a step that keeps the target while ``decoding`` sequences of the node decode; None: no limit."""
         if not decoding or self._seconds == 0.0:
             return None
         self._decodes = -(-decoding // self._stages)
         decode = self._meter.decode.at(self._decodes)
-        return MixedStep(decode + max(self.seconds / self._stages - decode, decode), decode)
+        target, limit = (max(seconds / self._stages, 2.0 * decode) for seconds in (self.seconds, self.limit))
+        return MixedStep(target, limit, decode)
 
     def budget(
         self, *, decoding: int, waited: float | None = None, arrival_in: float | None = None, longest: float = 0.0

@@ -275,6 +275,7 @@ class Scheduler:
             decoding=len(running) - prompts,
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
+            itl_limit=self._itl_target.limit,
             ttft_target=self._ttft_target.seconds,
             host_blocks=self.connector.tiers.host_blocks,
             disk_blocks=self.connector.tiers.disk_blocks,

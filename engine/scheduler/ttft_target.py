@@ -75,6 +75,7 @@ class TtftTarget:
             ahead=sum(_seconds(sequence, chunk.token) for sequence in urgent),
             decode=max(0.0, step.decode - chunk.hidden) if step else 0.0,
             target=step.seconds if step else 0.0,
+            limit=step.limit if step else 0.0,
         )
         prompts = [new[index] for index in self._in_turn(chosen)]
         not_waiting = set(running)

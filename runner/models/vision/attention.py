@@ -1,6 +1,7 @@
 """Full attention among the patches of an image, whose memory never grows with the square of the patches.
 
-On a GPU, FlashAttention and the memory-efficient kernel of PyTorch hold no scores. FlashAttention takes bfloat16 and
+With Triton, our own kernels rotate queries and keys in place, and attend in 16-bit dtypes
+(runner/kernels/attention/patch_attention.py). Otherwise on a GPU, FlashAttention and the memory-efficient kernel of PyTorch hold no scores. FlashAttention takes bfloat16 and
 float16 with heads of up to 256 values; Qwen's towers have 72, which it computes as 96. The memory-efficient kernel
 takes float32. Whatever both lack would take products with all scores: 256 GiB for 16 heads and 65,536 patches in
 float32. So the queries are divided there. cuDNN's kernel is left out: PyTorch prefers it on Hopper, but it is built for
@@ -10,6 +11,7 @@ each number of patches, and images have many sizes.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 _MOST_SCORES = 1 << 26  # 256 MiB in float32
+
+
+class Rotary(NamedTuple):
+    cos: Tensor  # [patches, 1, head_dim] float32; both halves of a head are alike
+    sin: Tensor
+
+    @classmethod
+    def of(cls, angles: Tensor) -> Rotary:
+        """``angles``: [patches, head_dim / 2] float32."""
+        angles = torch.cat((angles, angles), dim=1)[:, None]
+        return cls(angles.cos(), angles.sin())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate heads [patches, heads, head_dim] in float32."""
+        wide = x.float()
+        low, high = wide.chunk(2, dim=-1)
+        return (wide * self.cos + torch.cat((-high, low), dim=-1) * self.sin).to(x.dtype)
+
+
+def attend_rotated(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, use_triton: bool) -> Tensor:
+    """Rotate queries and keys, perhaps in place, and let all patches attend to each other, as ``attend``.
+
+    ``use_triton``: the device's Triton kernels work, and q, k and v have the same strides.
+    """
+    if not use_triton or q.device.type != "cuda":
+        return attend(rotary(q), rotary(k), v)
+    from runner.kernels.attention import patch_attention
+
+    patch_attention.rotate(q, k, rotary.cos[:, 0], rotary.sin[:, 0])
+    return attend(q, k, v) if q.dtype == torch.float32 else patch_attention.attend(q, k, v)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
