@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.kv.groups import Windows, blocks_for
-from pdserve.step_pacing import needed_step, useful_step
+from pdserve.step_pacing import longest_paced, needed_step, useful_step
 
 TTFT_OBJECTIVE = 0.5  # seconds: T_ttft
 ITL_OBJECTIVE = 0.02  # seconds: T_itl
@@ -408,15 +408,15 @@ def longest_step(itl_target: float, decode: float) -> float:
 def _paced_step(load: RequestLoad, decode: float, lost: float, queued: float, own: float) -> float:
     """Return the seconds of the steps that compute a prompt of ``own`` seconds behind ``queued`` ones, beside streams.
 
-    They exceed the ITL target, up to its limit, for much work, and beyond it where the prompt would miss the TTFT target
-    otherwise. ``lost``: what the ``decode`` seconds of a step cost its prompts.
+    They exceed the ITL target, up to its limit, for much work, and beyond it where the prompt would otherwise miss the
+    TTFT target. ``lost``: what the ``decode`` seconds of a step cost its prompts.
     """
     shortest = longest_step(load.itl_target, decode)
     if not load.ttft_target or shortest == math.inf:
         return shortest
-    useful = useful_step((queued, own), 0.0, lost)
+    longest = longest_paced(useful_step((queued, own), 0.0, lost), shortest, load.itl_limit)
     needed = needed_step(queued + own, load.ttft_target, lost)
-    return max(shortest, min(useful, max(needed, load.itl_limit)))
+    return max(shortest, min(longest, max(needed, load.itl_limit)))
 
 
 def _block_wait(load: RequestLoad, num_tokens: int) -> float:

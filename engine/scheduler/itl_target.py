@@ -122,16 +122,17 @@ class ItlTarget:
             seconds = max(most - waited, 0.0)
         if arrival_in is not None:
             seconds = min(seconds, max(arrival_in + most / 2 - decode, 0.0))
-        return ChunkBudget(seconds, cost, self._block_size)
+        return ChunkBudget(seconds, cost, self._meter.image_unit or cost.token.base, self._block_size)
 
 
 class ChunkBudget:
     """The seconds of prompts in one step. The oldest prompt keeps half of them, if it needs as much."""
 
-    def __init__(self, seconds: float, cost: ChunkCost, least: int) -> None:
-        """``least``: tokens of the smallest chunk that does not end a prompt."""
+    def __init__(self, seconds: float, cost: ChunkCost, image_unit: float, least: int) -> None:
+        """``image_unit``: StepCostMeter's. ``least``: tokens of the smallest chunk that does not end a prompt."""
         self._seconds = seconds + cost.hidden
         self._cost = cost.token
+        self._image_unit = image_unit
         self._least = least
         self._oldest: Sequence | None = None
         self._reserved = 0.0
@@ -156,14 +157,14 @@ class ChunkBudget:
             self._reserved = 0.0
 
     def spend_images(self, work: int) -> None:
-        """Count the encoding of images, in tokens of a prompt that attend to none."""
-        self._spent += work * self._cost.base
+        """Count the encoding of images, in units of their work."""
+        self._spent += work * self._image_unit
 
     def image_room(self, sequence: Sequence) -> int:
-        """Count the tokens that attend to none, as ``spend_images`` counts them, which fit for ``sequence``."""
+        """Count the work of images, as ``spend_images`` counts it, which fits for ``sequence``."""
         left = self._seconds - self._spent - (0.0 if sequence is self._oldest else self._reserved)
-        base = self._cost.base
-        return int(min(max(left, 0.0) / base, _MANY)) if base > 0.0 else _MANY
+        unit = self._image_unit
+        return int(min(max(left, 0.0) / unit, _MANY)) if unit > 0.0 else _MANY
 
     def _cost_of(self, sequence: Sequence, num_tokens: int) -> float:
         return num_tokens * self._cost.at(sequence.num_launched + num_tokens / 2)
