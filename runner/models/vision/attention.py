@@ -1,11 +1,11 @@
 """Full attention among the patches of an image, whose memory never grows with the square of the patches.
 
-With Triton, our own kernels rotate queries and keys in place, and attend in 16-bit dtypes
-(runner/kernels/attention/patch_attention.py). Otherwise on a GPU, FlashAttention and the memory-efficient kernel of PyTorch hold no scores. FlashAttention takes bfloat16 and
+On a GPU, FlashAttention and the memory-efficient kernel of PyTorch hold no scores. FlashAttention takes bfloat16 and
 float16 with heads of up to 256 values; Qwen's towers have 72, which it computes as 96. The memory-efficient kernel
 takes float32. Whatever both lack would take products with all scores: 256 GiB for 16 heads and 65,536 patches in
 float32. So the queries are divided there. cuDNN's kernel is left out: PyTorch prefers it on Hopper, but it is built for
-each number of patches, and images have many sizes.
+each number of patches, and images have many sizes: 60 ms on an H200. Where nodes attend to text with FlashInfer, it
+attends to patches, too (flashinfer_patches.py).
 """
 
 from __future__ import annotations
@@ -39,17 +39,26 @@ class Rotary(NamedTuple):
         return (wide * self.cos + torch.cat((-high, low), dim=-1) * self.sin).to(x.dtype)
 
 
-def attend_rotated(q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, use_triton: bool) -> Tensor:
-    """Rotate queries and keys, perhaps in place, and let all patches attend to each other, as ``attend``.
+class PatchAttention:
+    """The attention of a tower."""
 
-    ``use_triton``: the device's Triton kernels work, and q, k and v have the same strides.
-    """
-    if not use_triton or q.device.type != "cuda":
-        return attend(rotary(q), rotary(k), v)
-    from runner.kernels.attention import patch_attention
+    def __init__(self, use_triton: bool = False) -> None:
+        """``use_triton``: the device's Triton kernels work."""
+        self._use_triton = use_triton
 
-    patch_attention.rotate(q, k, rotary.cos[:, 0], rotary.sin[:, 0])
-    return attend(q, k, v) if q.dtype == torch.float32 else patch_attention.attend(q, k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary) -> Tensor:
+        """Rotate queries and keys, perhaps in place, and let all patches attend to each other.
+
+        q, k, v: [patches, heads, head_dim] with the same strides; the result [patches, heads · head_dim].
+        """
+        if self._use_triton and q.device.type == "cuda":
+            from runner.kernels.attention.rotate_patches import rotate
+
+            rotate(q, k, rotary.cos[:, 0], rotary.sin[:, 0])
+        else:
+            q = rotary(q)
+            k = rotary(k)
+        return attend(q, k, v).flatten(1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
