@@ -50,6 +50,7 @@ from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from answers import Answer, ErrorAnswer, first_difference, send_completion
