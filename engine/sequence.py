@@ -94,6 +94,12 @@ class Sequence:
         return self.prompt_len // self.hashes.block_size * self.hashes.block_size
 
     @property
+    def branches_at(self) -> int:
+        """Prompt tokens that have KV when its choices branch: shared ones, or all if the last block has an image."""
+        images = self.request.images
+        return self.prompt_len if images and images[-1].end > self.shared_len else self.shared_len
+
+    @property
     def num_loading_choices(self) -> int:
         """The choices that continue behind a load, before ``ChoiceManager.take_from_peer`` knows which have ended."""
         return 1 + len(self.request.branches) if self.has_output else self.request.sampling.n
@@ -260,4 +266,5 @@ class Sequence:
             state_slot=NO_SLOT if state is None else state.slot,
             state_from=NO_SLOT if state is None or not self.num_computed else state.begin(),
             images=self.request.images,
+            copies=self.table.take_copies(),
         )

@@ -15,12 +15,14 @@ from node.request_checks import check_choices, check_images
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError
 from pdserve.images import ImageMode, ImageSpan
+from pdserve.kv.states import GatedDeltaSpec, StateLayout
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.protobuf import images_to_pb, pack_tokens
 
 A = bytes(32)
 B = bytes([1] * 32)
+STATES = StateLayout(9, 1, GatedDeltaSpec(1, 1, 1, 1, 2, "float32"))
 IDS = [1, *[PLACEHOLDER] * 6, 2, *[PLACEHOLDER] * 4, 3]  # images of 2 × 3 and 2 × 2 tokens
 
 
@@ -149,24 +151,28 @@ def test_what_is_accepted_covers_placeholders_without_overlap(
 
 
 @pytest.mark.parametrize(
-    ("mode", "n", "text", "refused"),
+    ("mode", "n", "start", "states", "refused"),
     [
-        (ImageMode.POSITIONS, 2, 1, True),
-        (ImageMode.POSITIONS, 2, 7, False),
-        (ImageMode.POSITIONS, 1, 1, False),
-        (ImageMode.TOWER, 2, 1, False),
+        (ImageMode.POSITIONS, 2, 11, STATES, True),
+        (ImageMode.POSITIONS, 2, 10, STATES, False),
+        (ImageMode.POSITIONS, 1, 11, STATES, False),
+        (ImageMode.TOWER, 2, 11, STATES, False),
+        (ImageMode.POSITIONS, 2, 11, None, False),
     ],
 )
 def test_choices_may_not_need_an_image_again(
-    mode: ImageMode, n: int, text: int, refused: bool, checkpoint: Path
+    mode: ImageMode, n: int, start: int, states: StateLayout | None, refused: bool, checkpoint: Path
 ) -> None:
-    """Blocks have 16 tokens: with 7 tokens of text behind it, the image ends with the first block."""
-    config = config_with_images(checkpoint, mode)
+    """Blocks have 16 tokens: an image of 6 tokens that starts at token 10 ends with the first block.
+
+    Choices of a model without recurrent layers begin with a copy of the last block.
+    """
+    config = msgspec.structs.replace(config_with_images(checkpoint, mode), state_layout=states)
     assert config.kv_layout.block_size == 16
-    images = (ImageSpan(10, 2, 3, A),)
+    images = (ImageSpan(start, 2, 3, A),)
     if refused:
-        with pytest.raises(RequestError, match="n is 2, and the last 1 tokens of the prompt") as raised:
-            check_choices((ImageSpan(11, 2, 3, A),), n, 17, config)
+        with pytest.raises(RequestError, match="n is 2, and the last 2 tokens of the prompt") as raised:
+            check_choices(images, n, 18, config)
         assert raised.value.param == "n"
     else:
-        check_choices(images, n, 16 + text, config)
+        check_choices(images, n, 18, config)
