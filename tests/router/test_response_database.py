@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ def test_responses_share_images_and_the_last_one_frees_them(open_database: Calla
         put_items(database, encode_items(conversation), str(turn))
         sizes.append(database.num_bytes)
     assert 20_000 < sizes[0] < 22_000
-    assert all(after - before < 2_000 for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after - before < 2_000 for before, after in pairwise(sizes))
     database.close()
     database = open_database()
     assert database.num_bytes == sizes[-1]
