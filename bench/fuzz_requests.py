@@ -103,9 +103,7 @@ COUNTERS = {  # counters of nodes since their last start
     "images_encoded": "images encoded",
     "image_cache_hits": "images found encoded",
 }
-TOO_MANY_CHOICES = (
-    "which each choice computes, are partly an image"  # an error of D without a tower, with recurrent layers
-)
+TOO_MANY_CHOICES = "which each choice computes, are partly an image"  # of D with recurrent layers and no tower
 REFUSED = "refused"  # the only choice's finish reason of a request that the router refuses
 
 Body = dict[str, Any]
