@@ -94,10 +94,15 @@ class Sequence:
         return self.prompt_len // self.hashes.block_size * self.hashes.block_size
 
     @property
-    def branches_at(self) -> int:
-        """Prompt tokens that have KV when its choices branch: shared ones, or all if the last block has an image."""
+    def ends_amid_image_block(self) -> bool:
+        """Whether the last block of the prompt is not full and has a part of an image: choices need all of its KV."""
         images = self.request.images
-        return self.prompt_len if images and images[-1].end > self.shared_len else self.shared_len
+        return bool(images) and images[-1].end > self.shared_len
+
+    @property
+    def branches_at(self) -> int:
+        """Prompt tokens that have KV when its choices branch."""
+        return self.prompt_len if self.ends_amid_image_block else self.shared_len
 
     @property
     def num_loading_choices(self) -> int:

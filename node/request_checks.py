@@ -94,8 +94,7 @@ def check_images(spans: Iterable[pb.ImageSpan], token_ids: bytes, config: NodeCo
 def check_choices(images: Images, n: int, num_tokens: int, config: NodeConfig) -> None:
     """Raise RequestError if a choice but the first would have to compute an image on a node that encodes none.
 
-    Choices of most models begin with a copy of the last block. Those of models with recurrent layers, or with windows
-    in groups of their own, compute its tokens.
+    Choices begin with a copy of the last block. Those of models with windows in groups of their own compute its tokens.
     """
     if config.images is ImageMode.TOWER or config.copies_blocks:
         return

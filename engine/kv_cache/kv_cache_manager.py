@@ -119,10 +119,10 @@ class KVCacheManager:
         """Give a choice the KV of the prompt if its last block, which ``sequence`` has, is partly an image.
 
         The choice shares the full blocks and gets a copy of the last one, if a block is free. Otherwise it has no
-        blocks, as the choices of other prompts, and computes the tokens of the last block again. So it does behind
-        recurrent states, which a handoff brings at the end of a full block, and in groups with windows.
+        blocks, as the choices of other prompts, and computes the tokens of the last block again. So it does in groups
+        with windows.
         """
-        if sequence.branches_at == sequence.shared_len or self._states.recurrent or self._windows:
+        if not sequence.ends_amid_image_block or self._windows or not self._states.may_branch(sequence):
             return
         num_shared = sequence.shared_len // self._block_size * self._num_groups
         shared = sequence.table.blocks[:num_shared]
@@ -136,6 +136,7 @@ class KVCacheManager:
         table.next_full = sequence.shared_len + self._block_size
         choice.set_computed(choice.prompt_len)
         self._copies.order(table, last, fresh)
+        self._states.branch(sequence, choice)
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
         """Allocate the missing blocks of all sequences. Return False, and allocate none, if too few are free."""

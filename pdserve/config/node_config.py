@@ -145,7 +145,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def copies_blocks(self) -> bool:
         """Whether the choices of a prompt may begin with copies of its last block (engine/kv_cache/block_copies.py)."""
-        return self.state_layout is None and not self.kv_layout.groups.has_windows
+        return not self.kv_layout.groups.has_windows
 
     @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:

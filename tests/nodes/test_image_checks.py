@@ -15,14 +15,13 @@ from node.request_checks import check_choices, check_images
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError
 from pdserve.images import ImageMode, ImageSpan
-from pdserve.kv.states import GatedDeltaSpec, StateLayout
+from pdserve.kv.groups import KVCacheGroups
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.protobuf import images_to_pb, pack_tokens
 
 A = bytes(32)
 B = bytes([1] * 32)
-STATES = StateLayout(9, 1, GatedDeltaSpec(1, 1, 1, 1, 2, "float32"))
 IDS = [1, *[PLACEHOLDER] * 6, 2, *[PLACEHOLDER] * 4, 3]  # images of 2 × 3 and 2 × 2 tokens
 
 
@@ -151,24 +150,27 @@ def test_what_is_accepted_covers_placeholders_without_overlap(
 
 
 @pytest.mark.parametrize(
-    ("mode", "n", "start", "states", "refused"),
+    ("mode", "n", "start", "windows", "refused"),
     [
-        (ImageMode.POSITIONS, 2, 11, STATES, True),
-        (ImageMode.POSITIONS, 2, 10, STATES, False),
-        (ImageMode.POSITIONS, 1, 11, STATES, False),
-        (ImageMode.TOWER, 2, 11, STATES, False),
-        (ImageMode.POSITIONS, 2, 11, None, False),
+        (ImageMode.POSITIONS, 2, 11, True, True),
+        (ImageMode.POSITIONS, 2, 10, True, False),
+        (ImageMode.POSITIONS, 1, 11, True, False),
+        (ImageMode.TOWER, 2, 11, True, False),
+        (ImageMode.POSITIONS, 2, 11, False, False),
     ],
 )
 def test_choices_may_not_need_an_image_again(
-    mode: ImageMode, n: int, start: int, states: StateLayout | None, refused: bool, checkpoint: Path
+    mode: ImageMode, n: int, start: int, windows: bool, refused: bool, checkpoint: Path
 ) -> None:
     """Blocks have 16 tokens: an image of 6 tokens that starts at token 10 ends with the first block.
 
-    Choices of a model without recurrent layers begin with a copy of the last block.
+    Choices of a model without windows begin with a copy of the last block.
     """
-    config = msgspec.structs.replace(config_with_images(checkpoint, mode), state_layout=states)
+    config = config_with_images(checkpoint, mode)
     assert config.kv_layout.block_size == 16
+    if windows:
+        layout = msgspec.structs.replace(config.kv_layout, groups=KVCacheGroups((None, 4), (0, 1)))
+        config = msgspec.structs.replace(config, kv_layout=layout)
     images = (ImageSpan(start, 2, 3, A),)
     if refused:
         with pytest.raises(RequestError, match="n is 2, and the last 2 tokens of the prompt") as raised:
