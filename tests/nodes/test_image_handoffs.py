@@ -80,7 +80,7 @@ class Nodes:
         return ids, tuple(images)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "mistral3"])
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("mistral3", marks=pytest.mark.slow)])
 def checkpoint_that_sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Mistral's rows of images end with tokens of text."""
     from image_checkpoints import make_image_checkpoint
@@ -253,6 +253,7 @@ def test_a_prefill_node_that_dies_costs_no_answer(checkpoint_that_sees: Path) ->
         assert resumed.tokens == answer[2:]
 
 
+@pytest.mark.slow
 def test_pixels_are_freed_with_the_prompt(nodes: Nodes) -> None:
     picture = nodes.picture(8, 8, value=60)
     picture.put(nodes.prefill)

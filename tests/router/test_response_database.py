@@ -183,7 +183,7 @@ def test_a_file_of_another_version_is_refused(open_database: Callable[..., Respo
     database = open_database(100_000_000)
     database._connection.execute("PRAGMA user_version = 2")
     database.close()
-    with pytest.raises(ConfigError, match="version 2, not 3; choose another file"):
+    with pytest.raises(ConfigError, match="version 2, not 4; choose another file"):
         open_database(100_000_000)
 
 
@@ -232,7 +232,7 @@ def test_responses_share_images_and_the_last_one_frees_them(open_database: Calla
         put_items(database, encode_items(conversation), str(turn))
         sizes.append(database.num_bytes)
     assert 20_000 < sizes[0] < 22_000
-    assert all(after - before < 2_000 for before, after in pairwise(sizes))
+    assert all(after - before < 5_000 for before, after in pairwise(sizes))
     database.close()
     database = open_database()
     assert database.num_bytes == sizes[-1]
