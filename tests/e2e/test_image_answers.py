@@ -1,6 +1,7 @@
 """Chats with images through real processes: tokens, log-probabilities and usage are those of the library.
 
-python -m pytest -m slow tests/e2e/test_image_answers.py     other families, and 200 random conversations of each
+python -m pytest -m slow tests/e2e/test_image_answers.py     other families, one node, nodes that die, and 200 random
+                                                             conversations of each family
 """
 
 from __future__ import annotations
@@ -166,6 +167,7 @@ def test_choices_behind_a_handoff_see_an_image_in_the_last_block(served: Served)
         node.wait_idle()
 
 
+@pytest.mark.slow
 def test_answers_of_one_node_are_the_library_s(alone: Served) -> None:
     chats = conversations(1, 8)
     for _ in range(2):
@@ -173,6 +175,7 @@ def test_answers_of_one_node_are_the_library_s(alone: Served) -> None:
     alone.fleet.decode[0].wait_idle()
 
 
+@pytest.mark.slow
 def test_prompt_goes_on_where_its_node_died(served: Served) -> None:
     """D lacks the pixels. The router sends them to the other prefill node."""
     fleet = served.fleet
@@ -187,6 +190,7 @@ def test_prompt_goes_on_where_its_node_died(served: Served) -> None:
     node.restart()
 
 
+@pytest.mark.slow
 def test_answer_goes_on_where_its_node_died(served: Served) -> None:
     fleet = served.fleet
     messages = question(4, 60)
