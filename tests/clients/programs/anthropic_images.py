@@ -74,7 +74,7 @@ class Errors(unittest.TestCase):
 
     def test_url_is_refused_by_name(self) -> None:
         source = {"type": "url", "url": "https://example.com/a.png"}
-        with self.assertRaisesRegex(anthropic.BadRequestError, "url"):
+        with self.assertRaisesRegex(anthropic.BadRequestError, "has an http URL"):
             client.messages.create(**FIELDS, messages=[question({"type": "image", "source": source})])
 
 
