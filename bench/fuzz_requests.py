@@ -77,6 +77,7 @@ COMMON = ("--max-num-seqs", "8", "--peer-timeout", "30")
 CONTEXT = 512  # tokens
 IMAGE_CHUNKS = (16, 48, 64, 200, 2048)  # tokens of a step at most
 IMAGE_CONTEXT = 1280  # tokens
+LEAST_DRAFTING = 32  # tokens of a step of 8 sequences with 3 drafts each
 SMALL_CHUNKS = (16, 48, 64)  # beside nodes of V2: its interpreter takes seconds for a hundred tokens
 SMALL_LONGEST = 60  # tokens of a chat's texts there
 FAULTS = ("kill", "kill engine", "terminate")
@@ -162,7 +163,9 @@ class FleetPlan:
             predicts=self.drafts and self.family != "qwen3_vl" and rng.random() < 0.5,
             towers=rng.choice(((False, False), (False, True), (True, True))),
             one_image=rng.random() < 0.4,
-            chunk=rng.choice(SMALL_CHUNKS if self.interprets else IMAGE_CHUNKS),
+            chunk=max(
+                LEAST_DRAFTING if self.drafts else 0, rng.choice(SMALL_CHUNKS if self.interprets else IMAGE_CHUNKS)
+            ),
         )
 
     @property
