@@ -18,7 +18,7 @@ import torch
 from answers import Answer
 from fleet import MODEL_NAME, Fleet, NodeProcess
 from image_chats import LETTERS, Message, RandomChats, data_url, image_part, library_prompt, num_images, random_file
-from image_checkpoints import KINDS, VISION_TOKENS, ImageReference, make_image_checkpoint
+from image_checkpoints import KINDS, PIXTRAL_TOKENS, VISION_TOKENS, ImageReference, make_image_checkpoint
 from machine import patience
 
 BLOCK = 16  # tokens
@@ -43,7 +43,8 @@ class Served:
         fleet.wait_ready()
         if fleet.prefill:
             fleet.wait_until(lambda: all(self._is_connected(node) for node in fleet.decode), 30.0)
-        tokens = self.reference.tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+        names = PIXTRAL_TOKENS.values() if self.reference.is_pixtral else VISION_TOKENS
+        tokens = self.reference.tokenizer.convert_tokens_to_ids(list(names))
         self._vision_tokens = frozenset(tokens)
 
     def check(self, conversations: Sequence[list[Message]], output: int = OUTPUT, **fields: Any) -> None:
@@ -69,7 +70,7 @@ class Served:
         answer.add(response)
         assert response["prompt_token_ids"] == ids
         assert answer.prompt_tokens == len(ids)
-        assert answer.image_tokens == ids.count(self.reference.config["image_token_id"])
+        assert answer.image_tokens == sum(len(self.reference.tokens_of(image)) for image in images)
         choice = answer.choices[0]
         tokens = choice.token_ids
         end = next((at for at, token in enumerate(tokens) if token in self._vision_tokens), len(tokens) - 1)
@@ -157,7 +158,8 @@ def test_answers_behind_handoffs_are_the_library_s(served: Served) -> None:
 
 def test_choices_behind_a_handoff_see_an_image_in_the_last_block(served: Served) -> None:
     """D has its KV, and no pixels."""
-    messages = next(chat for length in range(BLOCK) if served.ends_in_last_block(chat := question(7, 30 + length)))
+    chats = (question(7, length) for length in range(20, 100))
+    messages = next(filter(served.ends_in_last_block, chats))
     before = served.migrations("images")
     answer = served.ask(messages, OUTPUT, n=3, temperature=1.0, seed=5)
     assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) == 3
