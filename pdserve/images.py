@@ -193,7 +193,7 @@ class EncodedImage(msgspec.Struct, frozen=True):
     digest: bytes  # ImageSpan.digest
     height: int  # pixels
     width: int
-    pixels: bytes  # uint8 [height, width, 3], RGB; empty in a piece that is not the first
+    pixels: bytes  # uint8 [height, width, 3], RGB; empty in a piece that is not the first, and on later stages
     first: int = 0
     last: int = 1
     depth: int = 1  # 1: the tower is not divided

@@ -147,6 +147,9 @@ class StepResults:
             self._live.finish(sequence)
 
     def branch(self, sequence: Sequence) -> None:
-        """Put the choices that wait for the prompt's KV at the head of the queue, once its full blocks have it."""
-        if sequence.request.branches and sequence.num_computed >= sequence.shared_len:
-            self._live.queue_choices(self._choices.branch(sequence))
+        """Put the choices that wait for the prompt's KV at the head of the queue, once the blocks they need have it."""
+        if sequence.request.branches and sequence.num_computed >= sequence.branches_at:
+            choices = self._choices.branch(sequence)
+            for choice in choices:
+                self._kv.branch(sequence, choice)
+            self._live.queue_choices(choices)
