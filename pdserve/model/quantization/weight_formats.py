@@ -11,16 +11,34 @@ from typing import Any
 
 import msgspec
 
-from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, StorageRule
+from pdserve.checkpoint.quantized_weights import (
+    AWQ,
+    FP4,
+    FP4_PACKED,
+    GPTQ,
+    MXFP4,
+    PACKED,
+    PLAIN,
+    StorageRule,
+)
 from pdserve.errors import ConfigError, shown
 from pdserve.kv.layout import DTYPE_BYTES
 
 UNQUANTIZED = "unquantized"
 FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory
+NVFP4_AT_LOAD = "nvfp4_at_load"  # unquantized in the checkpoint, E2M1 with a scale per 16 inputs and one per output
+INT4_AT_LOAD = "int4_at_load"  # unquantized in the checkpoint, 4-bit integers with a scale per 128 inputs
+_NOT_STORED = (UNQUANTIZED, FP8_AT_LOAD, NVFP4_AT_LOAD, INT4_AT_LOAD)
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # MiniMax-M2 has the last one
-MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+#: ModelOpt's algorithms whose weights are read; MIXED_PRECISION names one of the others for each layer.
+MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+_NVFP4_GROUP = 16  # inputs that share a scale
+_MXFP4_GROUP = 32
+
+_COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_COMPRESSED_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 Rules = tuple[StorageRule, ...]
 
@@ -83,9 +101,35 @@ def _fp8(options: Mapping[str, Any]) -> Rules:
 
 
 def _modelopt(options: Mapping[str, Any]) -> Rules:
-    """NVIDIA's ModelOpt: per tensor, or per channel. Scales of activations (``input_scale``) are not used."""
-    _choice(options, "quant_algo", tuple(map(str.lower, MODELOPT_ALGORITHMS)))
-    return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=block) for block in ((0, 0), (1, 0)))
+    """NVIDIA's ModelOpt. Scales of activations (``input_scale``) are not used."""
+    algorithm = _choice(options, "quant_algo", tuple(map(str.lower, MODELOPT_ALGORITHMS)))
+    if algorithm == "mixed_precision":
+        layers = options.get("quantized_layers")
+        if not isinstance(layers, dict) or not layers or not all(isinstance(layer, dict) for layer in layers.values()):
+            raise _Unsupported(f"quantized_layers {shown(layers)}; it must name the algorithm of each layer")
+        rules = [rule for layer in layers.values() for rule in _modelopt_layer(layer)]
+        return tuple(dict.fromkeys(rules))
+    return _modelopt_layer({**options, "quant_algo": algorithm})
+
+
+def _modelopt_layer(options: Mapping[str, Any]) -> Rules:
+    """FP8 per tensor or per channel, or NVFP4."""
+    algorithms = tuple(name.lower() for name in MODELOPT_ALGORITHMS if name != "MIXED_PRECISION")
+    if "nvfp4" not in _choice(options, "quant_algo", algorithms):
+        return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=block) for block in ((0, 0), (1, 0)))
+    _choice(options, "group_size", (_NVFP4_GROUP,), _NVFP4_GROUP)
+    return (_nvfp4(FP4),)
+
+
+def _nvfp4(packing: str) -> StorageRule:
+    return StorageRule(
+        packing=packing,
+        dtype="U8",
+        bits=4,
+        block=(1, _NVFP4_GROUP),
+        scale_dtypes=("F8_E4M3",),
+        has_global_scale=True,
+    )
 
 
 def _awq(options: Mapping[str, Any]) -> Rules:
@@ -148,7 +192,7 @@ def _differs(module: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def _mxfp4(options: Mapping[str, Any]) -> Rules:
-    return (StorageRule(packing=MXFP4, dtype="U8", bits=4, block=(1, 32)),)
+    return (StorageRule(packing=MXFP4, dtype="U8", bits=4, block=(1, _MXFP4_GROUP), scale_dtypes=("U8",)),)
 
 
 def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
@@ -180,8 +224,10 @@ def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
     weights = group["weights"]
     if not isinstance(weights, dict):
         raise _Unsupported(f"weights {shown(weights)}; it must be an object")
-    stored = _choice(group, "format", ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"))
+    stored = _choice(group, "format", (*_COMPRESSED_FORMATS, *_COMPRESSED_FP4))
     is_float = _choice(weights, "type", ("int", "float"), "int") == "float"
+    if stored in _COMPRESSED_FP4:
+        return _compressed_fp4(weights, stored)
     if (stored == "float-quantized" and not is_float) or (stored in ("int-quantized", "pack-quantized") and is_float):
         raise _Unsupported(f"weights of type {shown(weights.get('type'))} in the format {stored}")
     bits = _choice(weights, "num_bits", (8,) if is_float else (4, 8), 8)
@@ -202,10 +248,21 @@ def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
     )
 
 
-#: Formats by quant_method of a checkpoint's quantization_config, which names neither of the first two.
+def _compressed_fp4(weights: Mapping[str, Any], stored: str) -> StorageRule:
+    """NVFP4, or MXFP4 of linear layers, which has no scale of the tensor."""
+    rule = _nvfp4(FP4_PACKED)
+    if stored == "mxfp4-pack-quantized":
+        rule = StorageRule(packing=FP4_PACKED, dtype="U8", bits=4, block=(1, _MXFP4_GROUP), scale_dtypes=("U8",))
+    _choice(weights, "type", ("float",), "float")
+    _choice(weights, "num_bits", (4,), 4)
+    _choice(weights, "group_size", (rule.block[1],), rule.block[1])
+    _choice(weights, "symmetric", (True,), True)
+    return rule
+
+
+#: Formats by quant_method of a checkpoint's quantization_config, which names none of the first four.
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    UNQUANTIZED: WeightFormat(storage_rules=lambda options: ()),
-    FP8_AT_LOAD: WeightFormat(storage_rules=lambda options: ()),
+    **dict.fromkeys(_NOT_STORED, WeightFormat(storage_rules=lambda options: ())),
     "fp8": WeightFormat(storage_rules=_fp8),
     "fbgemm_fp8": WeightFormat(storage_rules=_fp8),
     "compressed-tensors": WeightFormat(storage_rules=_compressed_tensors),
@@ -219,7 +276,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 
 def stored_formats() -> list[str]:
     """Return the names that a checkpoint may give."""
-    return [name for name in WEIGHT_FORMATS if name not in (UNQUANTIZED, FP8_AT_LOAD)]
+    return [name for name in WEIGHT_FORMATS if name not in _NOT_STORED]
 
 
 def storage_rules(weight_format: str, options: Mapping[str, Any]) -> Rules | None:
