@@ -1,0 +1,229 @@
+"""4-bit weights in memory: of a linear layer, and of the experts of a layer.
+
+    kind    group         scales                       format
+    e2m1    16            E4M3, factor per output      NVFP4
+    e2m1    32            E8M0                         MXFP4
+    int4    32 … inputs   float16, bfloat16, float32   AWQ, GPTQ, compressed-tensors; with or without zeros
+
+Formats differ in how they are read; all are packed once, into the layout of ``words.py``. Addresses never change, because
+captured graphs read them.
+
+A weight is (value - zero) * scale * output_scale. The kernels multiply with (value - zero) * scale rounded once to the
+dtype of activations: exact for E2M1, whose products with E4M3 have six bits. Sums are in float32, and are multiplied by
+the factor of the output. Without Triton, and for dtypes that no kernel has, a weight is dequantized for each use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdserve.errors import CheckpointError
+from runner.kernels.four_bits import words as layout
+
+if TYPE_CHECKING:
+    from runner.kernels.experts.grouped_tiles import GroupedRows  # it imports Triton
+
+_ZERO = 8  # of int4 without zeros
+_SCALE_DTYPES = {
+    "e2m1": (torch.float8_e4m3fn, torch.uint8),
+    "int4": (torch.float16, torch.bfloat16, torch.float32),
+}
+
+
+class FourBitForm(NamedTuple):
+    """What all weights of a format have in common."""
+
+    kind: Literal["e2m1", "int4"]
+    group: int  # inputs that share a scale: 16, 32, a multiple of 64, or all
+    has_zeros: bool
+    scale_dtype: torch.dtype  # uint8: E8M0
+
+    @property
+    def is_e2m1(self) -> bool:
+        return self.kind == "e2m1"
+
+
+class Stored(NamedTuple):
+    """A weight as ``FourBitWeight.pack`` takes it."""
+
+    codes: Tensor  # [outputs, inputs / 2] uint8, input 2i in the low four bits and 2i + 1 in the high ones
+    scales: Tensor  # [outputs, groups] in the form's dtype
+    zeros: Tensor | None  # [outputs, groups] uint8, 0 to 255
+    output_scales: Tensor | None  # [outputs] float32; None: 1
+
+
+def form_problem(inputs: int, form: FourBitForm) -> str:
+    """Say why kernels and layout take no weight of a form with ``inputs``; empty if they do."""
+    if form.scale_dtype not in _SCALE_DTYPES[form.kind]:
+        taken = " or ".join(str(dtype).removeprefix("torch.") for dtype in _SCALE_DTYPES[form.kind])
+        return f"scales of {form.kind} are {str(form.scale_dtype).removeprefix('torch.')}; they must be {taken}"
+    if form.is_e2m1 and form.has_zeros:
+        return "E2M1 has zeros; only int4 may have them"
+    if inputs % 2 or inputs % form.group:
+        return f"{inputs} inputs are not a multiple of 2 and of their group of {form.group}"
+    if form.group not in (16, 32, inputs) and form.group % layout.BLOCK:
+        return f"{form.group} inputs share a scale; this must be 16, 32, a multiple of {layout.BLOCK}, or all {inputs}"
+    if form.group < inputs and layout.BLOCK // form.group * form.scale_dtype.itemsize > layout.PIECE:
+        return (
+            f"{form.group} inputs share a scale of {form.scale_dtype.itemsize} bytes; a block of {layout.BLOCK} inputs "
+            f"may have {layout.PIECE} bytes of scales"
+        )
+    return ""
+
+
+class FourBitExperts:
+    """The weights [outputs, inputs] of a layer's experts on this rank."""
+
+    def __init__(
+        self,
+        experts: int,
+        outputs: int,
+        inputs: int,
+        form: FourBitForm,
+        device: torch.device,
+        *,
+        use_triton: bool = False,
+    ) -> None:
+        problem = form_problem(inputs, form)
+        assert not problem, problem
+        self.form = form
+        self.outputs = outputs
+        self.inputs = inputs
+        self.use_triton = use_triton
+        scale_pieces = layout.pieces_of(inputs, form.group, form.scale_dtype.itemsize)
+        zero_pieces = layout.pieces_of(inputs, form.group, 1) if form.has_zeros else 0
+        shape = experts, layout.blocks_of(inputs), outputs, layout.WORDS
+        self.words = torch.zeros(shape, device=device, dtype=torch.int16)
+        self.scales = torch.zeros(experts, scale_pieces, outputs, device=device, dtype=torch.int32)
+        self.zeros = torch.zeros(experts, zero_pieces, outputs, device=device, dtype=torch.int32)
+        self.output_scales = torch.ones(experts, outputs, device=device, dtype=torch.float32)
+        self._has_output_scales = [False] * experts
+
+    @property
+    def groups(self) -> int:
+        """Scales of an output."""
+        return self.inputs // self.form.group
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes in memory of all experts."""
+        return sum(part.nbytes for part in (self.words, self.scales, self.zeros, self.output_scales))
+
+    def pack(
+        self, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, output_scales: Tensor | None
+    ) -> None:
+        """Store an expert's weight, given as ``Stored`` describes, on any device. Raises CheckpointError."""
+        assert codes.shape == (self.outputs, self.inputs // 2)
+        assert scales.shape == (self.outputs, self.groups)
+        assert scales.dtype == self.form.scale_dtype
+        assert (zeros is not None) == self.form.has_zeros
+        device = self.words.device
+        scales = scales.to(device)
+        if self.form.is_e2m1:
+            _check_scales(scales)
+        if scales.dtype == torch.uint8:
+            scales = scales + layout.E8M0_SHIFT
+        self.words[expert] = layout.pack_codes(codes.to(device), self.form.is_e2m1)
+        self.scales[expert] = layout.pack_pieces(scales)
+        if zeros is not None:
+            assert zeros.shape == scales.shape
+            self.zeros[expert] = layout.pack_pieces(zeros.to(device, torch.uint8))
+        self._has_output_scales[expert] = output_scales is not None
+        if output_scales is None:
+            self.output_scales[expert] = 1.0
+        else:
+            self.output_scales[expert] = output_scales
+
+    def unpack(self, expert: int) -> Stored:
+        """Return what ``pack`` has stored."""
+        scales = layout.unpack_pieces(self.scales[expert], self.groups, self.form.scale_dtype)
+        if scales.dtype == torch.uint8:
+            scales = scales - layout.E8M0_SHIFT
+        return Stored(
+            layout.unpack_codes(self.words[expert], self.inputs, self.form.is_e2m1),
+            scales,
+            layout.unpack_pieces(self.zeros[expert], self.groups, torch.uint8) if self.form.has_zeros else None,
+            self.output_scales[expert].clone() if self._has_output_scales[expert] else None,
+        )
+
+    def dequantized(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """Return an expert's weight [outputs, inputs] in ``dtype``, rounded once from float32."""
+        _, scales, zeros, _ = self.unpack(expert)
+        codes = layout.separate_codes(self.words[expert], self.inputs, self.form.is_e2m1)
+        values = layout.values_of(codes, self.form.is_e2m1).view(self.outputs, self.groups, self.form.group)
+        if zeros is not None:
+            values -= zeros[:, :, None]
+        elif not self.form.is_e2m1:
+            values -= _ZERO
+        if scales.dtype == torch.uint8:
+            scales = torch.exp2(scales.float() - layout.E8M0_BIAS)
+        values *= scales.float()[:, :, None]
+        values *= self.output_scales[expert][:, None, None]
+        return values.flatten(1).to(dtype)
+
+    def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
+        """Return the rows of ``product`` of experts [tokens, top_k] int32; ``local`` are this rank's experts."""
+        from runner.kernels.four_bits.grouped import rows_of_experts
+
+        return rows_of_experts(experts, local)
+
+    def product(self, x: Tensor, rows: GroupedRows, bias: Tensor | None = None) -> Tensor:
+        """Return the product of each assignment, [tokens * top_k, outputs]; undefined for other ranks' experts.
+
+        x is [tokens, inputs], or [tokens * top_k, inputs] with a row per assignment; bias [experts, outputs].
+        """
+        from runner.kernels.four_bits.grouped import grouped_product
+
+        return grouped_product(x, self, rows, bias)
+
+
+class FourBitWeight:
+    """The weight [outputs, inputs] of a linear layer."""
+
+    def __init__(
+        self, outputs: int, inputs: int, form: FourBitForm, device: torch.device, *, use_triton: bool = False
+    ) -> None:
+        self.stack = FourBitExperts(1, outputs, inputs, form, device, use_triton=use_triton)
+
+    @property
+    def form(self) -> FourBitForm:
+        return self.stack.form
+
+    def pack(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, output_scales: Tensor | None) -> None:
+        """Store a weight, given as ``Stored`` describes, on any device. Raises CheckpointError."""
+        self.stack.pack(0, codes, scales, zeros, output_scales)
+
+    def unpack(self) -> Stored:
+        """Return what ``pack`` has stored."""
+        return self.stack.unpack(0)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [outputs, inputs] in ``dtype``, rounded once from float32."""
+        return self.stack.dequantized(0, dtype)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return [tokens, outputs] of x [tokens, inputs], in its dtype; bias [outputs]."""
+        if not self.stack.use_triton:
+            return F.linear(x, self.dequantized(x.dtype), bias)
+        from runner.kernels.four_bits.products import product
+
+        return product(x, self.stack, bias)
+
+
+def _check_scales(scales: Tensor) -> None:
+    """Raise CheckpointError for E4M3 and E8M0 scales that the kernels do not take."""
+    largest = int(scales.view(torch.uint8).max()) if scales.numel() else 0
+    if scales.dtype == torch.uint8 and largest > layout.LARGEST_E8M0:
+        raise CheckpointError(
+            f"a weight has an MXFP4 scale of 2^{largest - layout.E8M0_BIAS}; 4-bit products take scales up to "
+            f"2^{layout.LARGEST_E8M0 - layout.E8M0_BIAS}. Load the model dequantized"
+        )
+    if scales.dtype != torch.uint8 and largest > layout.LARGEST_E4M3:
+        raise CheckpointError(
+            "a weight has an NVFP4 scale that is negative or NaN; 4-bit products take E4M3 scales from 0 to 448. "
+            "Quantize the model again, or load it dequantized"
+        )
