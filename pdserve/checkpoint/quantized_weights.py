@@ -77,7 +77,12 @@ class QuantizedWeight(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parts(self) -> tuple[str, ...]:
         names = (
-            self.values, self.scales, self.zero_points, self.group_index, self.stored_shape, self.global_scale,
+            self.values,
+            self.scales,
+            self.zero_points,
+            self.group_index,
+            self.stored_shape,
+            self.global_scale,
         )
         return tuple(name for name in names if name is not None)
 
@@ -220,7 +225,9 @@ def _weight(tensors: Mapping[str, Tensor], name: str, stem: str, rule: StorageRu
         global_scale=global_scale,
         scale_dtype=tensors[scales].dtype,
     )
-    return msgspec.structs.replace(weight, stored_bytes=sum(tensors[part].end - tensors[part].begin for part in weight.parts))
+    return msgspec.structs.replace(
+        weight, stored_bytes=sum(tensors[part].end - tensors[part].begin for part in weight.parts)
+    )
 
 
 def _shape(name: str, stored: tuple[int, ...], rule: StorageRule) -> tuple[int, ...]:

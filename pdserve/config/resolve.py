@@ -104,7 +104,7 @@ def resolve(
     backend = reasons.take("attention_backend", choose_attention_backend(options, platform, dtype, model, v1_forced))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.ep)
     images = reasons.take("images", choose_images(options, model_dir, model, pooling, parallel, dtype, encodes))
-    weights = _find_weights(model, model_dir) if options.reads_weights else None
+    weights = stored_weights(model, model_dir) if options.reads_weights else None
     kept = keep_layers(model, parallel, weights)
     quantization = QuantizationLimits(
         problem=kept_problem(model, parallel, kept, weights.plain if weights else ()),
@@ -214,7 +214,7 @@ def _note_model(options: NodeOptions, model: ModelConfig, reasons: Reasons) -> N
         reasons.note(f"config.json: {fields} without effect, as in transformers")
 
 
-def _find_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | None:
+def stored_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | None:
     """Read the headers of the weights, so that broken files are found before anything starts."""
     headers = read_headers(model_dir)
     headers = text_headers(headers) if model.multimodal else headers

@@ -22,7 +22,7 @@ def declared_forms(model: ModelConfig) -> dict[tuple[int, str], LayerForm]:
     if model.weight_format == "modelopt" and isinstance(layers, dict):
         return dict(_by_layer(model, layers))
     form = at_load_form(model.weight_format) or _first_form(model.weight_format, model.quantization)
-    if form is None or (form.group and any(size % form.group for size in _widths(model, form))):
+    if form is None or not all(map(form.fits, _widths(model, form))):
         return {}
     parts = () if form.kind == "mxfp4" else LINEAR_PARTS
     parts += () if model.moe is None else (EXPERTS,)

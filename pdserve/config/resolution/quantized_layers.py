@@ -54,7 +54,7 @@ class Dequantized(NamedTuple):
 
 
 class KeptLayers(NamedTuple):
-    """Which layers V2 keeps quantized. ``forms`` are by layer and projection, such as "3.q_proj" or "3.experts"."""
+    """The layers that V2 keeps quantized. ``forms`` are by layer and projection, as "3.q_proj" or "3.experts"."""
 
     forms: dict[str, LayerForm]
     dequantized: tuple[Dequantized, ...] = ()
@@ -74,8 +74,8 @@ class KeptLayers(NamedTuple):
         for reason, parts, layers, num_weights, stored_bytes in self.dequantized:
             in_memory = num_weights * DTYPE_BYTES[dtype]
             yield (
-                f"dequantized when loaded: {', '.join(parts)} of {layers} layers, {stored_bytes / 2**30:.2f} GiB stored "
-                f"take {in_memory / 2**30:.2f} GiB of memory in {dtype}: {reason}"
+                f"dequantized when loaded: {', '.join(parts)} of {layers} layers, {stored_bytes / 2**30:.2f} "
+                f"GiB stored take {in_memory / 2**30:.2f} GiB of memory in {dtype}: {reason}"
             )
 
 
@@ -134,8 +134,7 @@ def _members(model: ModelConfig, weights: CheckpointWeights) -> Iterator[tuple[M
         part = model.layer_part(name)
         if part is not None:
             form = None if name.endswith(FUSED_EXPERTS) or len(tensor.shape) != 2 else at_load
-            if form is not None and form.is_four_bits and tensor.shape[1] % (form.group or 2):
-                form = None
+            form = None if form is not None and form.is_four_bits and not form.fits(tensor.shape[1]) else form
             quantizes = is_at_load(model.weight_format)
             size = tensor.end - tensor.begin
             yield Member(name, part[1], prod(tensor.shape), size, form, is_quantized=quantizes), part[0]
@@ -150,7 +149,7 @@ def _different(members: list[Member]) -> str:
         fused = next((member.name for member in members if member.name.endswith(FUSED_EXPERTS)), None)
         if fused is not None:
             return "V2 keeps experts that are stored one by one; one tensor has all of a layer"
-        return f"V2 keeps {_KINDS} in whole groups"
+        return f"V2 keeps {_KINDS}, in whole groups"
     forms = {member.form for member in members}
     return "" if len(forms) == 1 else "weights that are one product have different scales"
 
@@ -179,12 +178,16 @@ def _problem(model: ModelConfig, parallel: ParallelConfig, layer: int, part: str
         return f"tp {parallel.tp} cuts {name}, whose groups are of inputs in another order; tp 1 keeps it"
     unit = form.group or (2 if form.is_four_bits else 1)
     if share % unit:
-        fits = next(tp for tp in range(parallel.tp - 1, 0, -1) if size % tp == 0 and (tp == 1 or size // tp % unit == 0))
+        fits = next(
+            tp for tp in range(parallel.tp - 1, 0, -1) if size % tp == 0 and (tp == 1 or size // tp % unit == 0)
+        )
         return f"{_cut(parallel, name, share, unit)}; tp {fits} keeps it"
     return ""
 
 
-def kept_problem(model: ModelConfig, parallel: ParallelConfig, kept: KeptLayers, unquantized: Iterable[str] = ()) -> str:
+def kept_problem(
+    model: ModelConfig, parallel: ParallelConfig, kept: KeptLayers, unquantized: Iterable[str] = ()
+) -> str:
     """Say why V2 cannot run a model with quantized weights; empty if it can, or if none are quantized.
 
     ``unquantized`` names the weights that are stored so.
@@ -214,7 +217,9 @@ def kept_doubt(
     if all(form.is_four_bits for form in kept.forms.values()):
         if capability is not None:
             return ""
-        return f"V2 is the default for 4-bit weights on CUDA GPUs only; this is {device}, where V1 dequantizes them once"
+        return (
+            f"V2 is the default for 4-bit weights on CUDA GPUs only; this is {device}, where V1 dequantizes them once"
+        )
     return (
         f"V2 is the default for {model.weight_format} weights in bfloat16 on GPUs of compute capability "
         f"{'.'.join(map(str, _MEASURED))} (Hopper) only; this is {dtype} on {device}"

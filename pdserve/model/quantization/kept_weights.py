@@ -21,7 +21,9 @@ _LINEARS = *_PROJECTIONS, *_GATED_DELTA, *_LATENT, ".w1.weight", ".w2.weight", "
 FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # as transformers 5 saves experts
 
 #: Projections that a layer may have, outside of its experts.
-LINEAR_PARTS = tuple(name.removeprefix(".").removesuffix(".weight") for name in (*_PROJECTIONS, *_GATED_DELTA, *_LATENT))
+LINEAR_PARTS = tuple(
+    name.removeprefix(".").removesuffix(".weight") for name in (*_PROJECTIONS, *_GATED_DELTA, *_LATENT)
+)
 EXPERTS = "experts"
 
 #: Projections of the same inputs, which are one product if they have one form, by the name of the product.
@@ -98,7 +100,7 @@ def form_of(weight: QuantizedWeight) -> LayerForm | None:
     form = form_of_rule(weight.rule, weight.scale_dtype)
     if form is None or not form.is_four_bits:
         return form
-    if weight.shape[-1] % (form.group or 2):
+    if not form.fits(weight.shape[-1]):
         return None
     return msgspec.structs.replace(form, has_zeros=weight.zero_points is not None)  # stored ones are always used
 

@@ -10,14 +10,16 @@ Kind = Literal["fp8", "mxfp4", "e2m1", "int4"]
 
 #: Bytes of a scale by its dtype in safetensors.
 SCALE_BYTES = {"F8_E4M3": 1, "U8": 1, "F16": 2, "BF16": 2, "F32": 4}
+_BLOCK = 64  # inputs that the layout keeps together
+_PIECE = 4  # bytes of scales of a block
 _FP8_SCALES = 1e-3  # bytes per weight: a float32 for each output, or fewer
 
 
 class LayerForm(msgspec.Struct, frozen=True, array_like=True):
     """Equal for all projections that are merged into one product, and for all experts of a layer.
 
-        e2m1    value * scale * output scale            fp8     value * scale
-        int4    (value - zero) * scale                  mxfp4   value * 2^exponent, of gpt-oss's experts
+    e2m1    value * scale * output scale            fp8     value * scale
+    int4    (value - zero) * scale                  mxfp4   value * 2^exponent, of gpt-oss's experts
     """
 
     kind: Kind
@@ -35,6 +37,16 @@ class LayerForm(msgspec.Struct, frozen=True, array_like=True):
             return 1 + _FP8_SCALES
         shared = SCALE_BYTES[self.scale_dtype] + self.has_zeros
         return 0.5 + (shared / self.group if self.group else 0.0)
+
+    def fits(self, inputs: int) -> bool:
+        """Whether the layout of 4-bit weights takes ``inputs``, as ``form_problem`` of runner/kernels/four_bits says.
+
+        Groups are whole, and a block of 64 inputs has at most 4 bytes of scales.
+        """
+        group = self.group or inputs
+        if inputs % 2 or inputs % group or (group not in (16, 32, inputs) and group % _BLOCK):
+            return False
+        return group == inputs or _BLOCK // group * SCALE_BYTES[self.scale_dtype] <= _PIECE
 
     @property
     def is_four_bits(self) -> bool:

@@ -192,5 +192,5 @@ def _as_model(target: ModelConfig, head: Eagle3Config) -> ModelConfig:
         centered_norms=False,
         weight_format=UNQUANTIZED,
         quantization={},
-        keeps_quantized=False,
+        layer_forms={},
     )

@@ -1,0 +1,271 @@
+"""Checkpoints with 4-bit weights: the numbers that their tools meant, in layers that keep them, on V2 as on V1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
+from fast_set import sampled
+from quantized_checkpoints import FORMATS, FOUR_BITS, quantize
+from ranks import Case, answers_of_ranks
+from safetensors.torch import load_file, save_file
+from stepper import Stepper
+from torch import Tensor
+
+import runner
+from pdserve.config.parallel import ParallelConfig, weight_bytes
+from pdserve.config.resolution.quantized_layers import keep_layers
+from pdserve.config.resolve import stored_weights
+from pdserve.errors import CheckpointError
+from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.quantization.layer_form import LayerForm
+from pdserve.model.rope import RopeConfig
+from pdserve.sampling_params import SamplingParams
+from pdserve.weights.change import WeightChange
+from runner.kernels.reference import silu_and_mul
+from runner.loading.weights import OpenWeights, fill_shard, open_weights
+from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
+from runner.models.quantization import ExpertsShard
+from runner.models.quantization.four_bit_experts import FourBitExpertsMethod
+from runner.models.quantization.four_bits import FourBitLinearMethod
+from runner.models.quantization.four_bits_at_load import LastWeight, four_bits_at_load
+from runner.placement import TensorPlacement
+
+CPU = torch.device("cpu")
+PLAIN = TensorPlacement(CPU, torch.float32, torch.float32)
+PROMPT = list(range(5, 40))
+INPUTS = 192
+PREFIX = "model.layers.0.mlp"
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def model_of(directory: Path, name: str) -> ModelConfig:
+    """Return a config of which only the quantization counts, with the forms of the stored weights."""
+    options = {**FORMATS, **FOUR_BITS}[name].config
+    rope = RopeConfig(theta=1e4)
+    model = ModelConfig(
+        *("X", 1, 1, 1, 1, 1, 1, 1, 1e-6, rope, 1, "float32"),
+        weight_format=options["quant_method"],
+        quantization=options,
+    )
+    kept = keep_layers(model, ParallelConfig((1,)), stored_weights(model, directory))
+    return type(model)(**{**{f: getattr(model, f) for f in model.__struct_fields__}, "layer_forms": kept.forms})
+
+
+def store(directory: Path, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Write the quantized weights, and return what their tool takes them for."""
+    directory.mkdir(exist_ok=True)
+    stored: dict[str, Tensor] = {}
+    expected = {}
+    for module, weight in weights.items():
+        tensors, expected[module] = FOUR_BITS[name].quantize(f"{PREFIX}.{module}", weight)
+        stored |= {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(stored, directory / "model.safetensors")
+    return expected
+
+
+def filler(directory: Path, weights: OpenWeights, prefix: str) -> Callable[[Mapping[str, WeightShard]], None]:
+    def fill(shards: Mapping[str, WeightShard]) -> None:
+        for name, shard in shards.items():
+            source = weights[f"{prefix}.{name}"]
+            assert tuple(source.get_shape()) == shard.full_shape, name
+            fill_shard(directory, name, shard, source, 1 << 20)
+
+    return fill
+
+
+class Layer:
+    """A linear layer of projections, filled from a checkpoint as a rank does it."""
+
+    def __init__(self, directory: Path, name: str, inputs: ShardRange, outputs: Mapping[str, ShardRange]) -> None:
+        model = model_of(directory, name)
+        (form,) = {model.layer_forms[f"0.{module}"] for module in outputs}
+        self.form = form
+        self.linear = FourBitLinearMethod(inputs.size, sum(part.size for part in outputs.values()), False, PLAIN, form)
+
+        def shards() -> Any:
+            first = 0
+            for module, part in outputs.items():
+                for key, shard in self.linear.weight_shards(first, part, inputs):
+                    yield f"{module}.{key}", shard
+                first += part.size
+
+        self.group = WeightGroup(shards, self.linear.process_weights_after_loading)
+        with open_weights(directory, model, CPU, torch.float32) as weights:
+            for _ in range(2):  # the second time, weights are unpacked and loaded again
+                self.group.refill(filler(directory, weights, PREFIX))
+        self.group.refill(lambda shards: None)  # all keep their values
+
+    @property
+    def dequantized(self) -> Tensor:
+        """The weight as the checkpoint's tool orders its inputs."""
+        rows = []
+        for part in self.linear._parts.values():
+            weight = part.weight.dequantized(torch.float32)
+            rows.append(weight if part.order is None else weight[:, part.order.argsort()])
+        return torch.cat(rows)
+
+
+CASES = sampled(list(FOUR_BITS), [INPUTS, 320], every=5)
+
+
+@pytest.mark.parametrize(("name", "inputs"), CASES)
+def test_merged_projections_have_the_numbers_of_their_tool(name: str, inputs: int, tmp_path: Path) -> None:
+    """Tensor shards may cut words and blocks of outputs."""
+    weights = {"gate_proj": random(136, inputs), "up_proj": random(72, inputs, seed=1) * 3}
+    expected = store(tmp_path, name, weights)
+    outputs = {"gate_proj": ShardRange(13, 58, 136), "up_proj": ShardRange(36, 36, 72)}
+    layer = Layer(tmp_path, name, ShardRange.full(inputs), outputs)
+    parts = [expected[module][part.start : part.start + part.size] for module, part in outputs.items()]
+    assert torch.equal(layer.dequantized, torch.cat(parts))
+    x = random(3, inputs, seed=2)
+    torch.testing.assert_close(layer.linear.apply(x), x @ torch.cat(parts).t(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sampled([name for name in FOUR_BITS if "order" not in name], every=4))
+def test_shards_of_inputs_sum_to_the_whole(name: str, tmp_path: Path) -> None:
+    expected = store(tmp_path, name, {"down_proj": random(40, INPUTS)})["down_proj"]
+    x = random(3, INPUTS, seed=2)
+    result = torch.zeros(3, 40)
+    for first, size in ((0, 128), (128, 64)):
+        layer = Layer(tmp_path, name, ShardRange(first, size, INPUTS), {"down_proj": ShardRange.full(40)})
+        assert torch.equal(layer.dequantized, expected[:, first : first + size])
+        result += layer.linear.apply(x[:, first : first + size])
+    torch.testing.assert_close(result, x @ expected.t(), rtol=1e-5, atol=1e-4)
+
+
+def test_projections_with_different_orders_of_inputs_have_products_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"gate_proj": random(40, INPUTS), "up_proj": random(40, INPUTS, seed=1)}
+    expected = store(tmp_path / "one", "gptq order", weights)
+    monkeypatch.setattr(torch, "randperm", lambda size, generator: torch.arange(size).flip(0))
+    other = store(tmp_path / "other", "gptq order", weights)
+    monkeypatch.undo()
+    up = load_file(tmp_path / "other" / "model.safetensors")
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    tensors |= {name: tensor for name, tensor in up.items() if "up_proj" in name}
+    save_file(tensors, tmp_path / "one" / "model.safetensors")
+    whole = ShardRange.full(40)
+    layer = Layer(tmp_path / "one", "gptq order", ShardRange.full(INPUTS), {"gate_proj": whole, "up_proj": whole})
+    x = random(3, INPUTS, seed=2)
+    both = torch.cat((expected["gate_proj"], other["up_proj"]))
+    torch.testing.assert_close(layer.linear.apply(x), x @ both.t(), rtol=1e-5, atol=1e-4)
+
+
+def test_rows_in_another_order_keep_their_scales(tmp_path: Path) -> None:
+    expected = store(tmp_path, "nvfp4", {"up_proj": random(40, INPUTS)})["up_proj"]
+    model = model_of(tmp_path, "nvfp4")
+    rows = torch.arange(40).view(4, 10).t().flatten()
+    linear = FourBitLinearMethod(INPUTS, 40, False, PLAIN, model.layer_forms["0.up_proj"])
+    full = ShardRange.full(INPUTS)
+    group = WeightGroup(lambda: linear.weight_shards(0, ShardRange.full(40), full, rows), lambda: None)
+    with open_weights(tmp_path, model, CPU, torch.float32) as weights:
+        group.refill(filler(tmp_path, weights, f"{PREFIX}.up_proj"))
+    linear.process_weights_after_loading()
+    assert torch.equal(linear.weights[0].dequantized(torch.float32), expected[rows])
+
+
+@pytest.mark.parametrize("name", sampled(["nvfp4", "awq 32", "gptq 64", "w4a16 zeros 32", "w4a16 0"], every=2))
+def test_shards_of_experts_sum_to_the_whole(name: str, tmp_path: Path) -> None:
+    """Tensor shards slice experts along groups; expert shards have whole experts."""
+    hidden, inner, num_experts = 64, 128, 4
+    sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    weights = {
+        f"experts.{expert}.{module}": random(*size, seed=10 * expert + index)
+        for expert in range(num_experts)
+        for index, (module, size) in enumerate(sizes.items())
+    }
+    expected = store(tmp_path, name, weights)
+    model = model_of(tmp_path, name)
+    from runner.kernels.experts.expert_reference import choose_experts
+
+    x = random(5, hidden, seed=3)
+    routing = choose_experts(
+        random(5, num_experts), None, top_k=2, sigmoid=False, renormalize=True, groups=(1, 1), scale=1.0
+    )
+    reference = torch.zeros(5, hidden)
+    for token in range(5):
+        for expert, weight in zip(routing.experts[token].tolist(), routing.weights[token], strict=True):
+            gate, up, down = (expected[f"experts.{expert}.{module}"] for module in sizes)
+            reference[token] += weight * (down @ (torch.nn.functional.silu(gate @ x[token]) * (up @ x[token])))
+
+    def output(local: range, part: ShardRange) -> Tensor:
+        shard = ExpertsShard(local, num_experts, hidden, part)
+        experts = FourBitExpertsMethod(shard, silu_and_mul, PLAIN, model.layer_forms["0.experts"])
+        group = WeightGroup(experts.weight_shards, experts.process_weights_after_loading)
+        with open_weights(tmp_path, model, CPU, torch.float32) as weights:
+            for _ in range(2):
+                group.refill(filler(tmp_path, weights, f"{PREFIX}.experts"))
+        return experts.apply(x, routing)
+
+    full = ShardRange.full(inner)
+    scale = float(reference.abs().max())
+    for shards in (
+        [(range(4), full)],
+        [(range(4), ShardRange(start, 64, inner)) for start in (0, 64)],
+        [(range(3), full), (range(3, 4), full)],
+    ):
+        result = sum(output(*shard) for shard in shards)
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-5 * scale)
+
+
+# ------------------------------------------------------------ whole models
+
+SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+
+
+def quantized_model(tmp_path: Path, family: str, name: str, **sizes: Any) -> tuple[Path, Path]:
+    plain = make_checkpoint(tmp_path / "plain", family, **{**SIZES, **sizes})
+    return plain, quantize(plain, tmp_path / "quantized", name)
+
+
+def logprobs_of(directory: Path, version: str, **options: Any) -> tuple[list[int], Tensor]:
+    config = node_config(directory, runner=version, num_blocks=16, **options)
+    assert config.model.keeps_quantized == (version == "V2")
+    built = runner.build(config, lambda stage, fraction: None)
+    vocab = config.model.vocab_size
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=vocab)
+    (result,) = Stepper(built).generate([PROMPT], 3, sampling)
+    logprobs = torch.empty(3, vocab)
+    for row, sample in zip(logprobs, result.samples, strict=True):
+        assert sample.logprobs is not None
+        row[list(sample.logprobs.top_ids)] = torch.tensor(sample.logprobs.top_logprobs)
+    built.close()
+    return result.output, logprobs
+
+
+MODELS = [
+    ("qwen3", "nvfp4"),
+    ("qwen3_moe", "compressed nvfp4"),
+    ("qwen3", "gptq order"),
+    ("mixtral", "awq 32"),
+    ("qwen2", "compressed mxfp4"),
+    ("llama", "w4a16 zeros 32"),
+    ("qwen3_moe", "gptq 32"),
+    ("qwen3_next", "nvfp4"),
+    ("deepseek_v3", "w4a16 32"),
+    ("glm4_moe", "awq 32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*MODELS[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in MODELS[2:])]
+)
+def test_v2_has_the_tokens_of_the_dequantized_model_and_the_logprobs_of_v1(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    plain, quantized = quantized_model(tmp_path, family, name)
+    tokens, logprobs = logprobs_of(quantized, "V1")
+    assert tokens == reference_greedy(reference_model(plain), PROMPT, 3)
+    kept_tokens, kept = logprobs_of(quantized, "V2")
+    assert kept_tokens == tokens
+    torch.testing.assert_close(kept, logprobs, rtol=0, atol=1e-4)
