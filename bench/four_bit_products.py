@@ -321,8 +321,9 @@ class Sweep:
                     facts = {"layer": name, "rows": rows, "form": form_name, "tiles": list(tiles) if tiles else None}
                     facts["bytes"] = stack.bytes_read
                     key = tiles and Task(False, form_name, shape, tiles._replace(splits=1))
-                    if key in self.problems and self.problems[key]:
-                        self.cells.append({**facts, "problem": self.problems[key]})
+                    problem = self.problems.get(key, "") if key else ""
+                    if problem:
+                        self.cells.append({**facts, "problem": problem})
                         continue
                     used = stacks[:2] if rows > 1000 else stacks
                     if tiles is None:
@@ -346,7 +347,7 @@ class Sweep:
             per_row = 1 if name == "gate_up" else TOP_K
             xs[rows] = torch.randn(rows * per_row, inputs, device=DEVICE).to(torch.bfloat16)
             tiles_of = [group_rows(route, range(NUM_EXPERTS)) for route in routes[rows]]
-            launches = [lambda r=r, x=xs[rows]: grouped_gemm(x, plain, r) for r in tiles_of]
+            launches = [lambda r=r, x=xs[rows], w=plain: grouped_gemm(x, w, r) for r in tiles_of]
             self.measure(launches, layer=f"experts {name}", rows=rows, form="bfloat16")
         del plain
         for form_name, form in FORMS.items():
@@ -367,7 +368,7 @@ class Sweep:
                             self.cells.append({**facts, "problem": problem})
                             continue
                         launches = [
-                            lambda r=r, x=xs[rows], t=tiles: grouped.grouped_product(x, stack, r, None, t)
+                            lambda r=r, x=xs[rows], t=tiles, s=stack: grouped.grouped_product(x, s, r, None, t)
                             for r in row_tiles
                         ]
                         self.measure(launches, **facts)
@@ -460,10 +461,10 @@ def main() -> None:
             except Exception:
                 failed.append(f"{checks[check]}: {traceback.format_exc()[-400:]}")
         print(f"checks took {time.monotonic() - begin:.0f} s; largest relative errors {worst}")
-        print("\n".join(["FAILED"] + failed) if failed else "all products are right", flush=True)
+        print("\n".join(["FAILED", *failed]) if failed else "all products are right", flush=True)
         try:
             for done in as_completed(compiled, timeout=max(1.0, begin + 0.6 * options.seconds - time.monotonic())):
-                problems[compiled[done]] = done.exception() and str(done.exception()) or done.result()
+                problems[compiled[done]] = str(done.exception() or "") or done.result()
         except TimeoutError:
             print(f"time is up: {len(problems)} of {len(compiled)} kernels compiled")
         for task in compiled.values():

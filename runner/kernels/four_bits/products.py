@@ -7,7 +7,7 @@ the device's own library with a dequantized weight, which exists only meanwhile.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F

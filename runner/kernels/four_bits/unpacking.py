@@ -1,8 +1,8 @@
 """The values of 4-bit weights in registers, and their products with rows: what all kernels of 4-bit weights share.
 
-Weights are the left operand, which Hopper's tensor cores take from registers: at least 64 outputs, and as few as 8 rows.
-In bfloat16 a word of four codes becomes four values by masks, shifts and multiplications of pairs; elsewhere, and in the
-interpreter, each value is computed in float32 and rounded once.
+Weights are the left operand, which Hopper's tensor cores take from registers: at least 64 outputs, as few as 8 rows.
+In bfloat16 a word of four codes becomes four values by masks, shifts and multiplications of pairs; elsewhere, and in
+the interpreter, each value is computed in float32 and rounded once.
 
     codes × scales                     operations in bfloat16                                     exact
     E2M1 × E4M3, E2M1 × E8M0           value * 2^-126, times scale * 2^100 (E8M0: 2^110)          yes
@@ -12,14 +12,13 @@ interpreter, each value is computed in float32 and rounded once.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from runner.kernels.experts.grouped_mxfp4 import overwrites_operands
+from runner.kernels.experts.grouped_mxfp4 import must_wait, wait_for_products
 from runner.kernels.experts.grouped_tiles import DOT
 from runner.kernels.four_bits import words as layout
 
@@ -205,7 +204,7 @@ def _spread(row, like):
 def _unpack_pairs(
     words, scales, zeros, E2M1: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SCALED: tl.constexpr
 ):
-    """Return the four values of each word in bfloat16, as the module says; they lack the factor of ``REST``."""
+    """Return the four values of each word in bfloat16, as the module says; without REST's factor."""
     WIDTH: tl.constexpr = 16  # bits of a scale of int4 in a piece that has two
     if E2M1:
         if SCALE == "e4m3":
@@ -286,7 +285,7 @@ def float_values(
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Return part PLACE of each word [outputs, words] in float32. ``scales`` and ``zeros`` [outputs] are of ``piece_bits``."""
+    """Return part PLACE of each word [outputs, words] in float32, by bits [outputs] of ``piece_bits``."""
     index: tl.constexpr = PLACE * _PART // GROUP
     bits = words.to(tl.int32)
     if E2M1:
@@ -305,19 +304,6 @@ def float_values(
     if SCALED:
         values = values * scale_values(scales >> (index * WIDTH * 8), SCALE)[:, None]
     return values
-
-
-@triton.jit
-def wait_for_products():
-    """Wait until Hopper's tensor cores have read the registers of all products so far."""
-    tl.inline_asm_elementwise(
-        "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;",
-        "=r,r",
-        [tl.full([1], 0, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -407,7 +393,7 @@ def products_of_tile(
             )  # fmt: skip
         if WAITS:
             wait_for_products()
-    if STEPS * UNROLL < BLOCKS:
+    if STEPS * UNROLL < BLOCKS:  # noqa: SIM102 (one is decided by the compiler)
         if split == splits - 1:
             for block in tl.static_range(STEPS * UNROLL, BLOCKS):
                 within = (column < IN - block * _BLOCK)[:, None]
@@ -432,15 +418,7 @@ def form_options(form: FourBitForm, inputs: int, dtype: torch.dtype) -> dict[str
         "WIDTH": form.scale_dtype.itemsize,
         "SCALE": SCALE_NAMES[form.scale_dtype],
         "HAS_ZEROS": form.has_zeros,
-        "WAITS": _waits(),
+        "WAITS": must_wait(),
         "REST": REST.get(form.scale_dtype, 1.0) if dtype == torch.bfloat16 and not interpreted else 1.0,
         "DOT": tl.float32 if interpreted else DOT[dtype],
     }
-
-
-@functools.cache
-def _waits() -> bool:
-    """Whether steps must wait for their products with this compiler, as ``grouped_mxfp4.py`` says."""
-    return not triton.knobs.runtime.interpret and overwrites_operands(
-        torch.cuda.get_device_capability(), triton.__version__
-    )
