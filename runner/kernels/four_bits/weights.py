@@ -5,8 +5,8 @@
     e2m1    32            E8M0                         MXFP4
     int4    32 … inputs   float16, bfloat16, float32   AWQ, GPTQ, compressed-tensors; with or without zeros
 
-Formats differ in how they are read; all are packed once, into the layout of ``words.py``. Addresses never change, because
-captured graphs read them.
+Formats differ in how they are read; all are packed once, into the layout of ``words.py``. Addresses never change,
+because captured graphs read them.
 
 A weight is (value - zero) * scale * output_scale. The kernels multiply with (value - zero) * scale rounded once to the
 dtype of activations: exact for E2M1, whose products with E4M3 have six bits. Sums are in float32, and are multiplied by
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from runner.kernels.experts.grouped_tiles import GroupedRows  # it imports Triton
 
 _ZERO = 8  # of int4 without zeros
+_LARGEST_ZERO = 127  # 128 + zero is exact in bfloat16
+_TILES_PER_OUTPUT = 1  # most tiles of a product with split inputs, for each output
 _SCALE_DTYPES = {
     "e2m1": (torch.float8_e4m3fn, torch.uint8),
     "int4": (torch.float16, torch.bfloat16, torch.float32),
@@ -52,7 +54,7 @@ class Stored(NamedTuple):
 
     codes: Tensor  # [outputs, inputs / 2] uint8, input 2i in the low four bits and 2i + 1 in the high ones
     scales: Tensor  # [outputs, groups] in the form's dtype
-    zeros: Tensor | None  # [outputs, groups] uint8, 0 to 255
+    zeros: Tensor | None  # [outputs, groups] uint8, 0 to 127
     output_scales: Tensor | None  # [outputs] float32; None: 1
 
 
@@ -101,6 +103,8 @@ class FourBitExperts:
         self.scales = torch.zeros(experts, scale_pieces, outputs, device=device, dtype=torch.int32)
         self.zeros = torch.zeros(experts, zero_pieces, outputs, device=device, dtype=torch.int32)
         self.output_scales = torch.ones(experts, outputs, device=device, dtype=torch.float32)
+        #: Programs of each tile that have ended; 0 between products.
+        self.arrived = torch.zeros(_TILES_PER_OUTPUT * outputs, device=device, dtype=torch.int32)
         self._has_output_scales = [False] * experts
 
     @property
@@ -131,6 +135,7 @@ class FourBitExperts:
         self.scales[expert] = layout.pack_pieces(scales)
         if zeros is not None:
             assert zeros.shape == scales.shape
+            _check_zeros(zeros)
             self.zeros[expert] = layout.pack_pieces(zeros.to(device, torch.uint8))
         self._has_output_scales[expert] = output_scales is not None
         if output_scales is None:
@@ -226,4 +231,14 @@ def _check_scales(scales: Tensor) -> None:
         raise CheckpointError(
             "a weight has an NVFP4 scale that is negative or NaN; 4-bit products take E4M3 scales from 0 to 448. "
             "Quantize the model again, or load it dequantized"
+        )
+
+
+def _check_zeros(zeros: Tensor) -> None:
+    """Raise CheckpointError for zeros that the kernels do not take."""
+    largest = int(zeros.max()) if zeros.numel() else 0
+    if largest > _LARGEST_ZERO:
+        raise CheckpointError(
+            f"a weight has a zero of {largest}; 4-bit products take zeros up to {_LARGEST_ZERO}, and int4 needs 16 at "
+            "most. Quantize the model again, or load it dequantized"
         )

@@ -1,4 +1,4 @@
-"""The layout of 4-bit weights in memory, in plain torch: words of four codes, and scales and zeros in pieces of 4 bytes.
+"""The layout of 4-bit weights in memory, in plain torch: words of four codes, scales and zeros in pieces of 4 bytes.
 
 A block is 64 inputs. Word j of an output's block has the codes of its inputs j, 16 + j, 32 + j, 48 + j, so each of the
 four belongs to one group of 16 inputs, and a thread of a tensor core product finds its operands in its words. A mask
