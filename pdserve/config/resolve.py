@@ -108,7 +108,7 @@ def resolve(
     kept = keep_layers(model, parallel, weights)
     quantization = QuantizationLimits(
         problem=kept_problem(model, parallel, kept, weights.plain if weights else ()),
-        doubt=kept_doubt(model, kept, dtype, device.name, device.capability),
+        doubt=kept_doubt(model, kept, dtype, device),
     )
     decision = choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     check_quantized_at_load(model, decision)

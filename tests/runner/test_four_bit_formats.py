@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,28 +11,23 @@ import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
 from fast_set import sampled
 from quantized_checkpoints import FORMATS, FOUR_BITS, quantize
-from ranks import Case, answers_of_ranks
 from safetensors.torch import load_file, save_file
 from stepper import Stepper
 from torch import Tensor
 
 import runner
-from pdserve.config.parallel import ParallelConfig, weight_bytes
+from pdserve.config.parallel import ParallelConfig
 from pdserve.config.resolution.quantized_layers import keep_layers
 from pdserve.config.resolve import stored_weights
-from pdserve.errors import CheckpointError
-from pdserve.model.model_config import ModelConfig, load_model_config
-from pdserve.model.quantization.layer_form import LayerForm
+from pdserve.model.model_config import ModelConfig
 from pdserve.model.rope import RopeConfig
 from pdserve.sampling_params import SamplingParams
-from pdserve.weights.change import WeightChange
 from runner.kernels.reference import silu_and_mul
 from runner.loading.weights import OpenWeights, fill_shard, open_weights
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard
 from runner.models.quantization.four_bit_experts import FourBitExpertsMethod
 from runner.models.quantization.four_bits import FourBitLinearMethod
-from runner.models.quantization.four_bits_at_load import LastWeight, four_bits_at_load
 from runner.placement import TensorPlacement
 
 CPU = torch.device("cpu")

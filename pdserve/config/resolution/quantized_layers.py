@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve.checkpoint.quantized_weights import CheckpointWeights
+from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.resolution.declared_forms import declared_forms
 from pdserve.config.runner_oracle import Decision
@@ -84,7 +85,7 @@ def _bytes(form: LayerForm | None, dtype: str) -> float:
 
 
 def keep_layers(model: ModelConfig, parallel: ParallelConfig, weights: CheckpointWeights | None = None) -> KeptLayers:
-    """Choose for each layer whether V2 keeps its weights quantized. Without ``weights``, all are as config.json says."""
+    """Choose for each layer whether V2 keeps its weights quantized. Without ``weights`` config.json alone decides."""
     if model.weight_format == UNQUANTIZED:
         return KeptLayers({})
     if weights is None:
@@ -202,27 +203,23 @@ def kept_problem(
     return f"V2 runs {_KINDS}; these are {model.weight_format}" + (f" ({reasons})" if reasons else "")
 
 
-def kept_doubt(
-    model: ModelConfig, kept: KeptLayers, dtype: str, device: str, capability: tuple[int, int] | None
-) -> str:
+def kept_doubt(model: ModelConfig, kept: KeptLayers, dtype: str, device: DeviceInfo) -> str:
     """Say why V2 may be slower than V1 with quantized weights; empty where docs/numbers.md shows that it is faster.
 
     Elsewhere V2 multiplies dequantized FP8 weights, or no figures exist. Without a GPU, weights of 4 bits are
-    dequantized for each use. ``device`` is a name, ``capability`` the compute capability of a GPU, where known.
+    dequantized for each use.
     """
     if model.weight_format == UNQUANTIZED or is_at_load(model.weight_format):
         return ""
-    if (dtype == "bfloat16" and capability == _MEASURED) or not kept.forms:
+    if (dtype == "bfloat16" and device.capability == _MEASURED) or not kept.forms:
         return ""
     if all(form.is_four_bits for form in kept.forms.values()):
-        if capability is not None:
+        if device.kind == "cuda":
             return ""
-        return (
-            f"V2 is the default for 4-bit weights on CUDA GPUs only; this is {device}, where V1 dequantizes them once"
-        )
+        return "V2 is the default for 4-bit weights on CUDA GPUs only; on CPUs V1 dequantizes them when it loads them"
     return (
         f"V2 is the default for {model.weight_format} weights in bfloat16 on GPUs of compute capability "
-        f"{'.'.join(map(str, _MEASURED))} (Hopper) only; this is {dtype} on {device}"
+        f"{'.'.join(map(str, _MEASURED))} (Hopper) only; this is {dtype} on {device.name}"
     )
 
 
