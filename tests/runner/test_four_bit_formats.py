@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
 from fast_set import sampled
 from quantized_checkpoints import FORMATS, FOUR_BITS, quantize
+from ranks import Case, answers_of_ranks
 from safetensors.torch import load_file, save_file
 from stepper import Stepper
 from torch import Tensor
 
 import runner
-from pdserve.config.parallel import ParallelConfig
+from pdserve.config.parallel import ParallelConfig, weight_bytes
 from pdserve.config.resolution.quantized_layers import keep_layers
 from pdserve.config.resolve import stored_weights
-from pdserve.model.model_config import ModelConfig
+from pdserve.errors import CheckpointError
+from pdserve.model.model_config import ModelConfig, load_model_config
+from pdserve.model.quantization.at_load import AT_LOAD
+from pdserve.model.quantization.kept_weights import is_linear
 from pdserve.model.rope import RopeConfig
 from pdserve.sampling_params import SamplingParams
+from pdserve.weights.change import WeightChange
 from runner.kernels.reference import silu_and_mul
 from runner.loading.weights import OpenWeights, fill_shard, open_weights
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
 from runner.models.quantization import ExpertsShard
 from runner.models.quantization.four_bit_experts import FourBitExpertsMethod
 from runner.models.quantization.four_bits import FourBitLinearMethod
+from runner.models.quantization.four_bits_at_load import LastWeight, four_bits_at_load
 from runner.placement import TensorPlacement
 
 CPU = torch.device("cpu")
@@ -51,7 +59,7 @@ def model_of(directory: Path, name: str) -> ModelConfig:
         quantization=options,
     )
     kept = keep_layers(model, ParallelConfig((1,)), stored_weights(model, directory))
-    return type(model)(**{**{f: getattr(model, f) for f in model.__struct_fields__}, "layer_forms": kept.forms})
+    return msgspec.structs.replace(model, layer_forms=kept.forms)
 
 
 def store(directory: Path, name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -263,3 +271,216 @@ def test_v2_has_the_tokens_of_the_dequantized_model_and_the_logprobs_of_v1(
     kept_tokens, kept = logprobs_of(quantized, "V2")
     assert kept_tokens == tokens
     torch.testing.assert_close(kept, logprobs, rtol=0, atol=1e-4)
+
+
+def mixed(tmp_path: Path, family: str = "qwen3", **sizes: Any) -> tuple[Path, Path]:
+    """ModelOpt's mixed precision: attention in FP8, MLPs in NVFP4, the last layer plain."""
+    plain = make_checkpoint(tmp_path / "plain", family, **{**SIZES, **sizes})
+    quantized = quantize(plain, tmp_path / "quantized", "nvfp4")
+    file = quantized / "model.safetensors"
+    rounded = load_file(plain / "model.safetensors")
+    stored = {}
+    layers = {}
+    for key, tensor in rounded.items():
+        module = key.removesuffix(".weight")
+        if "layers.0." in key and module.endswith("_proj"):
+            name, algorithm = ("modelopt fp8", "FP8") if "self_attn" in key else ("nvfp4", "W4A16_NVFP4")
+            layers[module] = {"quant_algo": algorithm, **({"group_size": 16} if algorithm != "FP8" else {})}
+            parts, rounded[key] = {**FORMATS, **FOUR_BITS}[name].quantize(module, tensor)
+            stored |= parts
+        else:
+            stored[key] = tensor
+    save_file(stored, file, {"format": "pt"})
+    save_file(rounded, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    (quantized / "config.json").write_text(json.dumps(config))
+    options = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quantized_layers": layers}
+    beside = {"producer": {"name": "modelopt", "version": "0.46.0"}, "quantization": options}
+    (quantized / "hf_quant_config.json").write_text(json.dumps(beside))
+    return plain, quantized
+
+
+def test_each_layer_of_a_mixed_checkpoint_keeps_its_form(tmp_path: Path) -> None:
+    plain, quantized = mixed(tmp_path)
+    expected = reference_greedy(reference_model(plain), PROMPT, 3)
+    tokens, logprobs = logprobs_of(quantized, "V1")
+    assert tokens == expected
+    kept_tokens, kept = logprobs_of(quantized, "V2")
+    assert kept_tokens == expected
+    torch.testing.assert_close(kept, logprobs, rtol=0, atol=1e-4)
+    forms = node_config(quantized, runner="V2").model.layer_forms
+    attention = {f"0.{name}_proj" for name in "qkvo"}
+    mlp = {f"0.{name}_proj" for name in ("gate", "up", "down")}
+    assert {key: form.kind for key, form in forms.items()} == dict.fromkeys(attention, "fp8") | dict.fromkeys(
+        mlp, "e2m1"
+    )
+    dummy = node_config(quantized, runner="V2", load_format="dummy").model.layer_forms
+    assert dummy == forms
+
+
+def test_a_mixed_checkpoint_names_what_it_dequantizes(tmp_path: Path) -> None:
+    plain, quantized = quantized_model(tmp_path, "qwen3", "gptq zeros")
+    tensors = load_file(quantized / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj"
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(name)}
+    tensors[f"{name}.weight"] = load_file(plain / "model.safetensors")[f"{name}.weight"]
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    model = load_model_config(quantized)
+    weights = stored_weights(model, quantized)
+    kept = keep_layers(model, ParallelConfig((2,)), weights)
+    (note,) = kept.notes("bfloat16")
+    assert note.startswith("dequantized when loaded: gate_proj of 1 layers, 0.00 GiB stored take 0.00 GiB of memory")
+    assert note.endswith("up_proj beside them is stored unquantized")
+    assert not {"1.gate_proj", "1.up_proj"} & kept.forms.keys()
+    tokens, _ = logprobs_of(quantized, "V2")
+    assert tokens == reference_greedy(reference_model(plain), PROMPT, 3)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "awq 32", "w4a16 64", "gptq 0"])
+def test_planned_bytes_are_those_in_memory(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    _, quantized = quantized_model(tmp_path, "qwen3", name, **sizes)
+    config = node_config(quantized, runner="V2")
+    built = runner.build(config, lambda stage, fraction: None)
+    linears = built._model.decoder.context.linears  # type: ignore[attr-defined]
+    assert linears
+    in_memory = sum(weight.stack.bytes_read for layer in every_linear(built) for weight in layer.weights)
+    tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size
+    planned = weight_bytes(config.model, config.position, "float32") - tables
+    assert planned == pytest.approx(in_memory, rel=0.05)
+    built.close()
+
+
+def every_linear(built: Any) -> list[FourBitLinearMethod]:
+    layers = built._model.decoder.layers
+    products = [
+        product
+        for layer in layers
+        for product in (layer.attention._qkv, layer.attention._out, layer.mlp.block._gate_up, layer.mlp.block._down)
+    ]
+    return [product._linear for product in products]
+
+
+# ------------------------------------------------------------ changes, shards, quantizing at load
+
+
+def test_another_checkpoint_takes_the_place_of_4_bit_weights(tmp_path: Path) -> None:
+    plain, first = quantized_model(tmp_path / "a", "qwen3", "awq 32")
+    other = make_checkpoint(tmp_path / "b" / "plain", "qwen3", **SIZES, seed=3)
+    second = quantize(other, tmp_path / "b" / "quantized", "awq 32")
+    built = runner.build(node_config(first, runner="V2", num_blocks=16), lambda stage, fraction: None)
+    stepper = Stepper(built)
+    (result,) = stepper.generate([PROMPT], 3)
+    assert result.output == reference_greedy(reference_model(plain), PROMPT, 3)
+    built.change_weights(WeightChange(str(second)))
+    (result,) = stepper.generate([PROMPT], 3)
+    assert result.output == reference_greedy(reference_model(other), PROMPT, 3)
+    built.close()
+
+
+SPLIT = [
+    ("qwen3", "nvfp4"),
+    ("qwen3", "gptq zeros"),
+    ("qwen3_moe", "awq 32"),
+    ("qwen3", "gptq order"),
+    ("qwen3_next", "nvfp4"),
+]
+
+
+@pytest.mark.slow
+def test_two_shards_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    """All cases in the same processes, because starting Python takes longer than most of them."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    cases = []
+    expected = []
+    for family, name in SPLIT:
+        plain, quantized = quantized_model(tmp_path / f"{family} {name}", family, name)
+        config = node_config(quantized, runner="V2", num_blocks=16, tp=2)
+        assert config.model.keeps_quantized
+        cases.append(Case(config=config, prompts=(tuple(PROMPT),), samplings=(sampling,), num_tokens=3))
+        expected.append(tuple(reference_greedy(reference_model(plain), PROMPT, 3)))
+    for answers, tokens in zip(answers_of_ranks(cases, 2), expected, strict=True):
+        assert [answer.outcomes[0].tokens for answer in answers] == [tokens] * 2
+
+
+def test_groups_in_another_order_than_the_config_says_are_refused(tmp_path: Path) -> None:
+    _, quantized = quantized_model(tmp_path, "qwen3", "gptq order")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = False
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"g_idx has groups of inputs in another order.*choose V1"):
+        runner.build(node_config(quantized, runner="V2"), lambda stage, fraction: None)
+
+
+class SourceOf:
+    """A tensor with the interface of a slice."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor[index]
+
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "int4"])
+def test_weights_quantized_at_load_are_the_nearest_values_of_their_scales(kind: str) -> None:
+    weight = random(20, 256, seed=5).bfloat16()
+    weight[3] = 0
+    form = AT_LOAD[kind].form
+    slices = four_bits_at_load("w", SourceOf(weight), form, LastWeight())
+    codes = slices["w"][...]
+    scales = slices["w_group_scale"][...].float()
+    codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1).int()
+    spread = scales.repeat_interleave(form.group, 1)
+    if kind == "nvfp4":
+        spread = spread * slices["w_output_scale"][...][:, None]
+        table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
+    else:
+        table = torch.arange(-8.0, 8.0)
+    error = (table[codes] * spread - weight.float()).abs()
+    best = (table[:, None, None] * spread - weight.float()).abs().amin(0)
+    torch.testing.assert_close(error, best, rtol=1e-5, atol=1e-7)
+    assert error.norm() < 0.13 * weight.float().norm()
+    assert torch.equal(slices["w"][slice(2, 9)], slices["w"][...][2:9])
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [("nvfp4", "qwen3"), pytest.param("int4", "qwen3_moe", marks=pytest.mark.slow)]
+)
+def test_a_model_quantized_at_load_has_the_logits_of_its_rounded_weights(
+    kind: str, family: str, tmp_path: Path
+) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    plain = make_checkpoint(tmp_path / "plain", family, **sizes)
+    config = node_config(plain, runner="V2", quantization=kind, num_blocks=16)
+    assert {form.kind for form in config.model.layer_forms.values()} == {AT_LOAD[kind].form.kind}
+    built = runner.build(config, lambda stage, fraction: None)
+    (result,) = Stepper(built).generate([PROMPT], 3)
+    built.close()
+    tensors = load_file(plain / "model.safetensors")
+    for name in filter(is_linear, tensors):
+        slices = four_bits_at_load("w", SourceOf(tensors[name]), AT_LOAD[kind].form, LastWeight())
+        weight = slices["w"][...]
+        codes = torch.stack((weight & 15, weight >> 4), 2).flatten(1).int()
+        table = torch.arange(-8.0, 8.0) if kind == "int4" else torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)])
+        spread = slices["w_group_scale"][...].float().repeat_interleave(AT_LOAD[kind].form.group, 1)
+        tensors[name] = table[codes] * spread
+        if kind == "nvfp4":
+            tensors[name] = tensors[name] * slices["w_output_scale"][...][:, None]
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    assert result.output == reference_greedy(reference_model(plain), PROMPT, 3)
+
+
+def test_random_weights_have_a_deviation_as_unquantized_ones(tmp_path: Path) -> None:
+    _, quantized = quantized_model(tmp_path, "qwen3", "nvfp4")
+    built = runner.build(node_config(quantized, runner="V2", load_format="dummy"), lambda stage, fraction: None)
+    for linear in every_linear(built):
+        assert 0.01 < float(linear.weights[0].dequantized(torch.float32).std()) < 0.04
+    built.close()
