@@ -226,7 +226,14 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediat
 
 
 def quantized_model(tmp_path: Path, family: str, name: str, **sizes: Any) -> tuple[Path, Path]:
-    plain = make_checkpoint(tmp_path / "plain", family, **{**SIZES, **sizes})
+    own: dict[str, Any] = {}
+    if family == "qwen3_next":
+        own["layer_types"] = ["linear_attention", "full_attention"]
+    if family in ("qwen3_moe", "deepseek_v3", "glm4_moe"):
+        own["moe_intermediate_size"] = 64
+    if family == "deepseek_v3":
+        own["q_lora_rank"] = 64
+    plain = make_checkpoint(tmp_path / "plain", family, **{**SIZES, **own, **sizes})
     return plain, quantize(plain, tmp_path / "quantized", name)
 
 
@@ -337,14 +344,12 @@ def test_a_mixed_checkpoint_names_what_it_dequantizes(tmp_path: Path) -> None:
     assert tokens == reference_greedy(reference_model(plain), PROMPT, 3)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "awq 32", "w4a16 64", "gptq 0"])
+@pytest.mark.parametrize("name", ["nvfp4", "awq 32", "w4a16 64"])
 def test_planned_bytes_are_those_in_memory(name: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     _, quantized = quantized_model(tmp_path, "qwen3", name, **sizes)
     config = node_config(quantized, runner="V2")
     built = runner.build(config, lambda stage, fraction: None)
-    linears = built._model.decoder.context.linears  # type: ignore[attr-defined]
-    assert linears
     in_memory = sum(weight.stack.bytes_read for layer in every_linear(built) for weight in layer.weights)
     tables = 2 * 4 * config.model.vocab_size * config.model.hidden_size
     planned = weight_bytes(config.model, config.position, "float32") - tables

@@ -12,7 +12,7 @@ Kind = Literal["fp8", "mxfp4", "e2m1", "int4"]
 SCALE_BYTES = {"F8_E4M3": 1, "U8": 1, "F16": 2, "BF16": 2, "F32": 4}
 _BLOCK = 64  # inputs that the layout keeps together
 _PIECE = 4  # bytes of scales of a block
-_FP8_SCALES = 1e-3  # bytes per weight: a float32 for each output, or fewer
+_OUTPUT_SCALES = 1e-3  # bytes per weight: a float32 for each output, or fewer
 
 
 class LayerForm(msgspec.Struct, frozen=True, array_like=True):
@@ -34,9 +34,10 @@ class LayerForm(msgspec.Struct, frozen=True, array_like=True):
     def bytes_per_weight(self) -> float:
         """Return the bytes with the share of scales and zeros."""
         if self.kind == "fp8":
-            return 1 + _FP8_SCALES
+            return 1 + _OUTPUT_SCALES
         shared = SCALE_BYTES[self.scale_dtype] + self.has_zeros
-        return 0.5 + (shared / self.group if self.group else 0.0)
+        of_groups = 0.5 + (shared / self.group if self.group else 0.0)
+        return of_groups + (_OUTPUT_SCALES if self.is_four_bits else 0.0)
 
     def fits(self, inputs: int) -> bool:
         """Whether the layout of 4-bit weights takes ``inputs``, as ``form_problem`` of runner/kernels/four_bits says.

@@ -83,7 +83,7 @@ def pack_pieces(numbers: Tensor) -> Tensor:
 
 def unpack_pieces(pieces: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Undo ``pack_pieces``: return numbers [outputs, groups] in ``dtype``."""
-    stored = pieces.t().contiguous().view(torch.uint8)
+    stored = pieces.t().flatten().view(torch.uint8).view(pieces.shape[1], -1)
     return stored[:, : groups * dtype.itemsize].contiguous().view(dtype)
 
 

@@ -176,7 +176,7 @@ class CodeSlice(_Slice):
             return read(name, _slice(rows), cover(columns, _BYTES_PER_WORD)).contiguous().view(torch.uint8)[:, mine]
         if packing == GPTQ:
             words = read(name, cover(columns, _BYTES_PER_WORD), _slice(rows))
-            return words.t().contiguous().view(torch.uint8)[:, mine]
+            return words.t().flatten().view(torch.uint8).view(len(rows), -1)[:, mine]
         assert packing == AWQ
         words = read(name, slice(2 * columns.start, 2 * columns.stop), cover(rows, _PER_WORD))
         width = max(1, _PART // (_PER_WORD * max(1, len(words))))
