@@ -179,7 +179,7 @@ def test_v2_refuses_to_dequantize_other_formats(tmp_path: Path) -> None:
     [
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
         ({"quant_method": "awq", "bits": 4, "group_size": 32}, 4 + 24 / 32),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 64}, 4 + 24 / 64),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 4 + 24 / 32),
     ],
 )
 def test_4_bit_weights_are_kept_by_default_on_gpus(options: dict[str, Any], bits: float, tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ def declared_forms(model: ModelConfig) -> dict[tuple[int, str], LayerForm]:
     if model.weight_format == "modelopt" and isinstance(layers, dict):
         return dict(_by_layer(model, layers))
     form = at_load_form(model.weight_format) or _first_form(model.weight_format, model.quantization)
-    if form is None or not all(map(form.fits, _widths(model, form))):
+    if form is None:
         return {}
     parts = () if form.kind == "mxfp4" else LINEAR_PARTS
     parts += () if model.moe is None else (EXPERTS,)
-    return {(layer, part): form for layer in range(model.num_layers + model.num_nextn_layers) for part in parts}
+    numbers = range(model.num_layers + model.num_nextn_layers)
+    return {(layer, part): form for layer in numbers for part in parts if _fits(model, layer, part, form)}
 
 
 def _first_form(weight_format: str, options: Mapping[str, Any]) -> LayerForm | None:
@@ -35,12 +36,24 @@ def _first_form(weight_format: str, options: Mapping[str, Any]) -> LayerForm | N
     return forms[0] if forms else None
 
 
-def _widths(model: ModelConfig, form: LayerForm) -> list[int]:
-    """Return the inputs of products whose groups must be whole; a group of FP8 or MXFP4 may be a part."""
+def _fits(model: ModelConfig, layer: int, part: str, form: LayerForm) -> bool:
+    """Whether the inputs of a projection are whole groups; a group of FP8 or MXFP4 may be a part of one."""
     if not form.is_four_bits:
-        return []
-    widths = [model.hidden_size, model.intermediate_size, model.value_size]
-    return widths if model.moe is None else [*widths, model.moe.intermediate_size]
+        return True
+    moe = model.moe
+    widths = [model.hidden_size]
+    if part == "o_proj":
+        widths = [model.value_size]
+    elif part == "out_proj" and model.state is not None:
+        widths = [model.state.value_heads * model.state.value_dim]
+    elif part == "q_b_proj" and model.latent is not None:
+        widths = [model.latent.q_lora_rank or model.hidden_size]
+    elif part == "down_proj":
+        is_dense = moe is None or moe.is_dense(layer)
+        widths = [model.intermediate_size if is_dense or moe is None else moe.shared_intermediate_size]
+    elif part == EXPERTS and moe is not None:
+        widths.append(moe.intermediate_size)
+    return all(map(form.fits, widths))
 
 
 def _by_layer(model: ModelConfig, layers: Mapping[str, Any]) -> Iterator[tuple[tuple[int, str], LayerForm]]:

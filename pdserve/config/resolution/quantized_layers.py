@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pdserve.checkpoint.quantized_weights import CheckpointWeights
+from pdserve.checkpoint.quantized_weights import CheckpointWeights, QuantizedWeight
 from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
 from pdserve.config.resolution.declared_forms import declared_forms
@@ -24,12 +24,14 @@ from pdserve.model.quantization.kept_weights import (
     MERGED,
     MXFP4_BLOCK,
     form_of,
+    form_of_rule,
 )
 from pdserve.model.quantization.layer_form import LayerForm
 from pdserve.model.quantization.weight_formats import UNQUANTIZED
 
 _MEASURED = (9, 0)  # compute capability for which docs/numbers.md has figures
 _FP8_EXPERT_GROUPS = (0, 32, 64, 128)  # inputs that share a scale in the grouped products of experts; 0: all
+_ONE_BY_ONE = "V2 keeps experts that are stored one by one; one tensor has all of a layer"
 _KINDS = "unquantized, FP8, MXFP4, NVFP4 and 4-bit integer weights"
 
 
@@ -41,6 +43,7 @@ class Member(NamedTuple):
     num_weights: int
     stored_bytes: int
     form: LayerForm | None  # None: V2 keeps no such weights
+    problem: str = ""  # why it keeps none
     is_quantized: bool = True
 
 
@@ -129,28 +132,47 @@ def _members(model: ModelConfig, weights: CheckpointWeights) -> Iterator[tuple[M
     for name, weight in weights.quantized.items():
         part = model.layer_part(name)
         if part is not None:
-            form = None if weight.rule.packing != "mxfp4" and name.endswith(FUSED_EXPERTS) else form_of(weight)
-            yield Member(name, part[1], prod(weight.shape), weight.stored_bytes, form), part[0]
+            problem = _problem_of_stored(name, weight)
+            form = None if problem else form_of(weight)
+            yield Member(name, part[1], prod(weight.shape), weight.stored_bytes, form, problem), part[0]
     for name, tensor in weights.plain.items():
         part = model.layer_part(name)
         if part is not None:
-            form = None if name.endswith(FUSED_EXPERTS) or len(tensor.shape) != 2 else at_load
-            form = None if form is not None and form.is_four_bits and not form.fits(tensor.shape[1]) else form
-            quantizes = is_at_load(model.weight_format)
+            problem = _ONE_BY_ONE if name.endswith(FUSED_EXPERTS) or len(tensor.shape) != 2 else ""
+            if at_load is not None and not problem:
+                problem = _problem_of_groups(at_load, tensor.shape[1])
+            form = None if problem else at_load
             size = tensor.end - tensor.begin
-            yield Member(name, part[1], prod(tensor.shape), size, form, is_quantized=quantizes), part[0]
+            yield Member(name, part[1], prod(tensor.shape), size, form, problem, at_load is not None), part[0]
+
+
+def _problem_of_stored(name: str, weight: QuantizedWeight) -> str:
+    """Say why V2 keeps no weight that is stored so; empty if it can."""
+    form = form_of_rule(weight.rule, weight.scale_dtype)
+    if form is None:
+        return f"V2 keeps {_KINDS}; these are {weight.rule.bits}-bit numbers, {weight.rule.packing}"
+    if form.kind != "mxfp4" and name.endswith(FUSED_EXPERTS):
+        return _ONE_BY_ONE
+    return _problem_of_groups(form, weight.shape[-1])
+
+
+def _problem_of_groups(form: LayerForm, inputs: int) -> str:
+    if not form.is_four_bits or form.fits(inputs):
+        return ""
+    return (
+        f"V2 keeps 4-bit weights in whole groups of 32, 64, 128 … or all inputs, and of 16 in NVFP4; these have "
+        f"{inputs} inputs in groups of {form.group or inputs}, with scales in {form.scale_dtype}"
+    )
 
 
 def _different(members: list[Member]) -> str:
     """Say why weights of one product have no common form."""
     plain = next((member.name for member in members if not member.is_quantized), None)
     if plain is not None:
-        return f"{plain.rpartition('.')[0].rpartition('.')[2]} beside them is stored unquantized"
-    if any(member.form is None for member in members):
-        fused = next((member.name for member in members if member.name.endswith(FUSED_EXPERTS)), None)
-        if fused is not None:
-            return "V2 keeps experts that are stored one by one; one tensor has all of a layer"
-        return f"V2 keeps {_KINDS}, in whole groups"
+        return f"{plain.removesuffix('.weight').rpartition('.')[2]} beside them is stored unquantized"
+    problem = next((member.problem for member in members if member.form is None), None)
+    if problem is not None:
+        return problem
     forms = {member.form for member in members}
     return "" if len(forms) == 1 else "weights that are one product have different scales"
 
