@@ -280,6 +280,30 @@ def test_v2_has_the_tokens_of_the_dequantized_model_and_the_logprobs_of_v1(
     torch.testing.assert_close(kept, logprobs, rtol=0, atol=1e-4)
 
 
+KERNELS = [
+    ("qwen3", "nvfp4"),
+    ("qwen3_moe", "compressed nvfp4"),
+    ("qwen3", "gptq zeros order"),
+    ("qwen3_moe", "awq 32"),
+    ("qwen3", "w4a16 0"),
+    ("qwen3", "compressed mxfp4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [*KERNELS[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in KERNELS[1:])]
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernels_have_the_logprobs_of_the_dequantized_model(
+    family: str, name: str, device: str, tmp_path: Path
+) -> None:
+    _, quantized = quantized_model(tmp_path, family, name, num_hidden_layers=1)
+    tokens, logprobs = logprobs_of(quantized, "V1", device=device)
+    kept_tokens, kept = logprobs_of(quantized, "V2", device=device, attention_backend="triton")
+    assert kept_tokens == tokens
+    torch.testing.assert_close(kept, logprobs, rtol=0, atol=1e-3)
+
+
 def mixed(tmp_path: Path, family: str = "qwen3", **sizes: Any) -> tuple[Path, Path]:
     """ModelOpt's mixed precision: attention in FP8, MLPs in NVFP4, the last layer plain."""
     plain = make_checkpoint(tmp_path / "plain", family, **{**SIZES, **sizes})
