@@ -17,6 +17,7 @@ from ranks import Case, answers_of_ranks
 from safetensors.torch import load_file, save_file
 from stepper import Stepper
 from torch import Tensor
+from weight_patches import write_patch
 
 import runner
 from pdserve.config.parallel import ParallelConfig, weight_bytes
@@ -179,7 +180,9 @@ def test_rows_in_another_order_keep_their_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sampled(["nvfp4", "awq 32", "gptq 64", "w4a16 zeros 32", "w4a16 0"], every=2))
 def test_shards_of_experts_sum_to_the_whole(name: str, tmp_path: Path) -> None:
     """Tensor shards slice experts along groups; expert shards have whole experts."""
-    hidden, inner, num_experts = 64, 128, 4
+    hidden = 64
+    inner = 128
+    num_experts = 4
     sizes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     weights = {
         f"experts.{expert}.{module}": random(*size, seed=10 * expert + index)
@@ -408,29 +411,60 @@ def test_another_checkpoint_takes_the_place_of_4_bit_weights(tmp_path: Path) -> 
     built.close()
 
 
-SPLIT = [
-    ("qwen3", "nvfp4"),
-    ("qwen3", "gptq zeros"),
-    ("qwen3_moe", "awq 32"),
-    ("qwen3", "gptq order"),
-    ("qwen3_next", "nvfp4"),
+SPLIT: list[tuple[str, str, dict[str, int]]] = [
+    ("qwen3", "nvfp4", {"tp": 2}),
+    ("qwen3", "gptq zeros", {"tp": 2}),
+    ("qwen3_moe", "awq 32", {"tp": 2}),
+    ("qwen3_moe", "compressed nvfp4", {"tp": 2, "ep": 2}),
+    ("qwen3", "gptq order", {"tp": 2}),
+    ("qwen3_next", "nvfp4", {"tp": 2}),
+    ("qwen3", "w4a16 64", {"pp": 2}),
 ]
 
 
 @pytest.mark.slow
-def test_two_shards_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
+def test_two_ranks_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     """All cases in the same processes, because starting Python takes longer than most of them."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     cases = []
     expected = []
-    for family, name in SPLIT:
+    for family, name, sizes in SPLIT:
         plain, quantized = quantized_model(tmp_path / f"{family} {name}", family, name)
-        config = node_config(quantized, runner="V2", num_blocks=16, tp=2)
+        config = node_config(quantized, runner="V2", num_blocks=16, **sizes)
         assert config.model.keeps_quantized
         cases.append(Case(config=config, prompts=(tuple(PROMPT),), samplings=(sampling,), num_tokens=3))
         expected.append(tuple(reference_greedy(reference_model(plain), PROMPT, 3)))
     for answers, tokens in zip(answers_of_ranks(cases, 2), expected, strict=True):
-        assert [answer.outcomes[0].tokens for answer in answers] == [tokens] * 2
+        assert answers[-1].outcomes[0].tokens == tokens
+
+
+def test_unquantized_tensors_beside_4_bit_weights_are_patched(tmp_path: Path) -> None:
+    plain, quantized = quantized_model(tmp_path, "qwen3", "gptq zeros order")
+    built = runner.build(node_config(quantized, runner="V2", num_blocks=16), lambda stage, fraction: None)
+    name = "model.layers.1.post_attention_layernorm.weight"
+    tensors = load_file(plain / "model.safetensors")
+    tensors[name] = random(64, seed=9)
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    built.change_weights(WeightChange(patch=str(write_patch(tmp_path / "patch", {f"{name}.rows.0": tensors[name]}))))
+    (result,) = Stepper(built).generate([PROMPT], 3)
+    assert result.output == reference_greedy(reference_model(plain), PROMPT, 3)
+    codes = "model.layers.1.mlp.up_proj.qweight"
+    entry = load_file(quantized / "model.safetensors")[codes]
+    with pytest.raises(CheckpointError, match=f"tensor '{codes}' is quantized; patches change F32"):
+        built.change_weights(WeightChange(patch=str(write_patch(tmp_path / "codes", {f"{codes}.rows.0": entry}))))
+    built.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layer"), [("qwen3_next", 2), ("mimo", 2)])
+def test_layers_that_predict_further_tokens_are_kept(family: str, layer: int, tmp_path: Path) -> None:
+    _, quantized = quantized_model(tmp_path, family, "nvfp4", predicts=family != "mimo")
+    config = node_config(quantized, runner="V2", num_blocks=16, draft_layers=1)
+    assert {f"{layer}.q_proj", f"{layer}.o_proj"} <= config.model.layer_forms.keys()
+    built = runner.build(config, lambda stage, fraction: None)
+    predictor = built._model.decoder.predictor  # type: ignore[attr-defined]
+    assert isinstance(predictor._layer.attention._qkv._linear, FourBitLinearMethod)
+    built.close()
 
 
 def test_groups_in_another_order_than_the_config_says_are_refused(tmp_path: Path) -> None:

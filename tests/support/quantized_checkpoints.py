@@ -380,22 +380,26 @@ FOUR_BITS: dict[str, Format] = {
 def quantize(plain: Path, quantized: Path, name: str) -> Path:
     """Write the quantized checkpoint of a float32 one, which gets the same numbers; return its directory."""
     shutil.copytree(plain, quantized)
-    (file,) = plain.glob("*.safetensors")
-    stored: Stored = {}
-    rounded: Stored = {}
     chosen = Format({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4_experts)
     chosen = {**FORMATS, **FOUR_BITS}.get(name, chosen)
-    for key, tensor in load_file(file).items():
-        module = key.removesuffix(".weight")
-        rounded[key] = stored[key] = tensor
-        is_experts = key.endswith(("gate_up_proj", "down_proj"))
-        if is_experts if name == "mxfp4" else module.split(".")[-1] in LINEARS and module != key:
-            del stored[key]
-            parts, rounded[key] = chosen.quantize(module, tensor)
-            stored.update(parts)
-    assert stored.keys() != rounded.keys(), f"no weight of {plain} is quantized"
-    save_file({key: tensor.contiguous() for key, tensor in rounded.items()}, file, {"format": "pt"})
-    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, quantized / file.name, {"format": "pt"})
+    num_quantized = 0
+    for file in plain.glob("*.safetensors"):
+        stored: Stored = {}
+        rounded: Stored = {}
+        for key, tensor in load_file(file).items():
+            module = key.removesuffix(".weight")
+            rounded[key] = stored[key] = tensor
+            is_experts = key.endswith(("gate_up_proj", "down_proj"))
+            if is_experts if name == "mxfp4" else module.split(".")[-1] in LINEARS and module != key:
+                del stored[key]
+                parts, rounded[key] = chosen.quantize(module, tensor)
+                stored.update(parts)
+                num_quantized += 1
+        save_file({key: tensor.contiguous() for key, tensor in rounded.items()}, file, {"format": "pt"})
+        save_file({key: tensor.contiguous() for key, tensor in stored.items()}, quantized / file.name, {"format": "pt"})
+    assert num_quantized, f"no weight of {plain} is quantized"
+    for index in quantized.glob("*.index.json"):
+        index.unlink()  # its tensors have other names
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": chosen.config}))
     return quantized

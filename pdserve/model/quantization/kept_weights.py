@@ -1,4 +1,4 @@
-"""The quantized weights that V2 keeps in their form in memory. V1 dequantizes all weights when it loads them."""
+"""Quantized weights in memory: the forms that V2 keeps. V1 dequantizes all weights when it loads them."""
 
 from __future__ import annotations
 

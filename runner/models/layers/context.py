@@ -29,7 +29,8 @@ class ModelContext:
     placement: TensorPlacement
     ops: PointwiseOps
     layer: int = -1  # number in the whole model of the layer whose parts are being created
-    linears: dict[tuple[int, int], LinearMethod] = field(default_factory=dict)  # one of each shape, for warming up
+    #: A linear layer of each shape and form, for warming up; by inputs, outputs and form.
+    linears: dict[tuple[int, int, LayerForm | None], LinearMethod] = field(default_factory=dict)
 
     @classmethod
     def build(cls, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> ModelContext:
@@ -56,7 +57,7 @@ class ModelContext:
         out_features = sum(output.size for output in outputs.values())
         options = form or self.config.quantization
         linear = linear_method_class(path)(in_features, out_features, bias, self.placement, options)
-        self.linears[in_features, out_features] = linear
+        self.linears[in_features, out_features, form] = linear
         return linear
 
     def experts(self, shard: ExpertsShard) -> ExpertsMethod:

@@ -93,7 +93,7 @@ class Eagle3Head:
         self.own_embedding = VocabParallelEmbedding(context) if self.table is None and embedding is None else None
         self._embedding = self.table or self.own_embedding or embedding
         self._fc = UnquantizedLinearMethod(self._inputs, self._size, False, mine.placement)
-        context.linears[self._inputs, self._size] = self._fc
+        context.linears[self._inputs, self._size, None] = self._fc
         sizes = [self._inputs] * head.norm_before_fc, [self._target_size] * (len(head.layers) * head.fc_norm)
         self._input_norms, self._fc_norms = (
             [NormWeight(size, mine.placement) for size in norm_sizes] for norm_sizes in sizes

@@ -20,7 +20,7 @@ _LARGEST_E2M1 = 6.0
 _LARGEST_E4M3 = 448.0
 _INT4_STEPS = 7.5  # half of the 15 steps between -8 and 7
 _ZERO = 8
-_SMALLEST_FACTOR = 1e-20  # of an output whose weights are all zero
+_SMALLEST_FACTOR = 1e-20  # factor of an output whose weights are all zero
 _PART = 1 << 23  # weights that are in float32 at a time
 _WHOLE = 1 << 62  # a tensor is read at once
 #: Midpoints of E2M1's values 0, 0.5, 1, 1.5, 2, 3, 4, 6.
