@@ -308,7 +308,7 @@ def test_kernels_have_the_logprobs_of_the_dequantized_model(
 
 
 def mixed(tmp_path: Path, family: str = "qwen3", **sizes: Any) -> tuple[Path, Path]:
-    """ModelOpt's mixed precision: attention in FP8, MLPs in NVFP4, the last layer plain."""
+    """ModelOpt's mixed precision: attention in FP8, MLPs and head in NVFP4, the last layer plain."""
     plain = make_checkpoint(tmp_path / "plain", family, **{**SIZES, **sizes})
     quantized = quantize(plain, tmp_path / "quantized", "nvfp4")
     file = quantized / "model.safetensors"
@@ -317,7 +317,7 @@ def mixed(tmp_path: Path, family: str = "qwen3", **sizes: Any) -> tuple[Path, Pa
     layers = {}
     for key, tensor in rounded.items():
         module = key.removesuffix(".weight")
-        if "layers.0." in key and module.endswith("_proj"):
+        if module == "lm_head" or ("layers.0." in key and module.endswith("_proj")):
             name, algorithm = ("modelopt fp8", "FP8") if "self_attn" in key else ("nvfp4", "W4A16_NVFP4")
             layers[module] = {"quant_algo": algorithm, **({"group_size": 16} if algorithm != "FP8" else {})}
             parts, rounded[key] = {**FORMATS, **FOUR_BITS}[name].quantize(module, tensor)
@@ -349,6 +349,9 @@ def test_each_layer_of_a_mixed_checkpoint_keeps_its_form(tmp_path: Path) -> None
     assert {key: form.kind for key, form in forms.items()} == dict.fromkeys(attention, "fp8") | dict.fromkeys(
         mlp, "e2m1"
     )
+    model = load_model_config(quantized)
+    (note,) = keep_layers(model, ParallelConfig((2,)), stored_weights(model, quantized)).notes("bfloat16")
+    assert note.startswith("dequantized when loaded: lm_head (1 weights): ")
     dummy = node_config(quantized, runner="V2", load_format="dummy").model.layer_forms
     assert dummy == forms
 
@@ -364,7 +367,7 @@ def test_a_mixed_checkpoint_names_what_it_dequantizes(tmp_path: Path) -> None:
     weights = stored_weights(model, quantized)
     kept = keep_layers(model, ParallelConfig((2,)), weights)
     (note,) = kept.notes("bfloat16")
-    assert note.startswith("dequantized when loaded: gate_proj of 1 layers, 0.00 GiB stored take 0.00 GiB of memory")
+    assert note.startswith("dequantized when loaded: gate_proj (1 weights): 0.00 GiB stored take 0.00 GiB of memory in")
     assert note.endswith("up_proj beside them is stored unquantized")
     assert not {"1.gate_proj", "1.up_proj"} & kept.forms.keys()
     tokens, _ = logprobs_of(quantized, "V2")

@@ -51,8 +51,8 @@ class Dequantized(NamedTuple):
     """Weights that V2 dequantizes for one reason."""
 
     reason: str
-    parts: tuple[str, ...]
-    layers: int
+    parts: tuple[str, ...]  # names of modules
+    count: int  # stored weights
     num_weights: int
     stored_bytes: int
 
@@ -75,11 +75,11 @@ class KeptLayers(NamedTuple):
 
     def notes(self, dtype: str) -> Iterator[str]:
         """Say what is dequantized, why, and what it costs."""
-        for reason, parts, layers, num_weights, stored_bytes in self.dequantized:
+        for reason, parts, count, num_weights, stored_bytes in self.dequantized:
             in_memory = num_weights * DTYPE_BYTES[dtype]
             yield (
-                f"dequantized when loaded: {', '.join(parts)} of {layers} layers, {stored_bytes / 2**30:.2f} "
-                f"GiB stored take {in_memory / 2**30:.2f} GiB of memory in {dtype}: {reason}"
+                f"dequantized when loaded: {', '.join(parts)} ({count} weights): {stored_bytes / 2**30:.2f} GiB stored "
+                f"take {in_memory / 2**30:.2f} GiB of memory in {dtype}; {reason}"
             )
 
 
@@ -103,7 +103,9 @@ def keep_layers(model: ModelConfig, parallel: ParallelConfig, weights: Checkpoin
         products.setdefault((layer, MERGED.get(member.part, member.part)), []).append(member)
     forms = {}
     members: list[tuple[Member, LayerForm | None]] = []
-    refused: dict[str, list[tuple[int, Member]]] = {}
+    refused: dict[str, list[Member]] = {}
+    if others := list(_others(model, weights)):
+        refused["V2 keeps linear layers and experts"] = others
     for (layer, _), parts in products.items():
         reason = "" if any(part.is_quantized for part in parts) else UNQUANTIZED
         reason = reason or _different(parts) or next(filter(None, _problems(model, parallel, layer, parts)), "")
@@ -112,18 +114,26 @@ def keep_layers(model: ModelConfig, parallel: ParallelConfig, weights: Checkpoin
             if not reason and part.form is not None:
                 forms[f"{layer}.{part.part}"] = part.form
             elif part.is_quantized:
-                refused.setdefault(reason, []).append((layer, part))
+                refused.setdefault(reason, []).append(part)
     return KeptLayers(forms, tuple(_summary(reason, parts) for reason, parts in refused.items()), tuple(members))
 
 
-def _summary(reason: str, parts: list[tuple[int, Member]]) -> Dequantized:
+def _summary(reason: str, members: list[Member]) -> Dequantized:
     return Dequantized(
         reason=reason,
-        parts=tuple(dict.fromkeys(member.part for _, member in parts)),
-        layers=len({layer for layer, _ in parts}),
-        num_weights=sum(member.num_weights for _, member in parts),
-        stored_bytes=sum(member.stored_bytes for _, member in parts),
+        parts=tuple(dict.fromkeys(member.part for member in members)),
+        count=len(members),
+        num_weights=sum(member.num_weights for member in members),
+        stored_bytes=sum(member.stored_bytes for member in members),
     )
+
+
+def _others(model: ModelConfig, weights: CheckpointWeights) -> Iterator[Member]:
+    """Yield the quantized weights of other modules, such as the head."""
+    for name, weight in weights.quantized.items():
+        if model.layer_part(name) is None:
+            part = name.removesuffix(".weight").rpartition(".")[2]
+            yield Member(name, part, prod(weight.shape), weight.stored_bytes, None)
 
 
 def _members(model: ModelConfig, weights: CheckpointWeights) -> Iterator[tuple[Member, int]]:

@@ -215,8 +215,12 @@ def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
         for group in groups.values()
         if group.get("weights") is not None
     )
-    if len({rule.bits for rule in rules if rule.packing == PACKED}) > 1:
-        raise _Unsupported("pack-quantized groups of different num_bits; supported is one number for all")
+    packed = {rule.bits: rule.block[1] for rule in rules if rule.packing == PACKED}  # shapes tell their bits
+    if len(packed) > 1 and (0 in packed.values() or packed[4] == 2 * packed[8]):
+        raise _Unsupported(
+            "pack-quantized groups of different num_bits whose shapes are equal; supported are group sizes that tell "
+            "them apart"
+        )
     return tuple(rules)
 
 
