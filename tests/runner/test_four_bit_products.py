@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from four_bit_weights import AWQ, GROUPED, MXFP4, NVFP4, channel, plain_weight, random_stored
+from four_bit_weights import AWQ, GROUPED, MXFP4, NVFP4, channel, plain_weight, random_stored, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -30,7 +30,10 @@ def weight_of(form: FourBitForm, outputs: int, inputs: int, *, use_triton: bool 
 def same_bits(first: Tensor | None, second: Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
-    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+    return (
+        first.dtype == second.dtype
+        and first.flatten().view(torch.uint8).tolist() == second.flatten().view(torch.uint8).tolist()
+    )
 
 
 @given(
@@ -61,7 +64,7 @@ def test_packed_weights_come_back_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("form", "inputs"), [*((form, 512) for form in GROUPED), (channel(4096, True), 4096), (channel(4096, False), 4096)]
+    ("form", "inputs"), [*((form, 4096) for form in GROUPED), (channel(4096, True), 4096), (channel(4096, False), 4096)]
 )
 def test_memory_is_at_most_a_twentieth_more_than_stored(form: FourBitForm, inputs: int) -> None:
     stored = random_stored(form, 16, inputs)
@@ -76,7 +79,7 @@ def test_products_are_those_of_dequantized_weights(form: FourBitForm) -> None:
     weight, expected = weight_of(form, 71, inputs)
     x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(2))
     bias = torch.randn(71, generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(weight.product(x, bias), x @ expected.t() + bias, rtol=1e-4, atol=1e-3)
+    assert relative_error(weight.product(x, bias), x @ expected.t() + bias) < 1e-6
 
 
 @pytest.mark.parametrize("inputs", [16, 48, 96, 144])
@@ -84,7 +87,7 @@ def test_products_of_narrow_weights(inputs: int) -> None:
     for form in (NVFP4, channel(inputs, True)):
         weight, expected = weight_of(form, 5, inputs)
         x = torch.randn(1, inputs, generator=torch.Generator().manual_seed(2))
-        torch.testing.assert_close(weight.product(x), x @ expected.t(), rtol=1e-4, atol=1e-3)
+        assert relative_error(weight.product(x), x @ expected.t()) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ def test_tiles_and_splits_change_nothing(tiles: Tiles) -> None:
     weight, expected = weight_of(NVFP4, 70, 336)
     x = torch.randn(35, 336, generator=torch.Generator().manual_seed(2))
     product = products.product(x, weight.stack, None, tiles)
-    torch.testing.assert_close(product, x @ expected.t(), rtol=1e-4, atol=1e-3)
+    assert relative_error(product, x @ expected.t()) < 1e-6
     assert not weight.stack.arrived.any()
     assert torch.equal(products.product(x, weight.stack, None, tiles), product)
 
@@ -104,7 +107,7 @@ def test_tiles_and_splits_change_nothing(tiles: Tiles) -> None:
 def test_products_without_rows_or_triton() -> None:
     weight, expected = weight_of(AWQ, 8, 128, use_triton=False)
     x = torch.randn(3, 128)
-    torch.testing.assert_close(weight.product(x), x @ expected.t(), rtol=1e-4, atol=1e-3)
+    assert relative_error(weight.product(x), x @ expected.t()) < 1e-6
     assert weight_of(AWQ, 8, 128)[0].product(x[:0]).shape == (0, 8)
 
 
@@ -143,7 +146,7 @@ def test_products_of_experts(form: FourBitForm, tokens: int, local: range) -> No
         if number in local:
             index = number - local.start
             row = x[at // 2] @ expected[index].t() + bias[index]
-            torch.testing.assert_close(product[at], row, rtol=1e-4, atol=1e-3)
+            assert relative_error(product[at], row) < 1e-6
             assert torch.equal(per_row[at], product[at])
 
 

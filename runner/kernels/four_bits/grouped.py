@@ -31,7 +31,7 @@ def _grouped_kernel(
     x,  # [count / ROWS_PER_TOKEN, IN]
     words,  # [num_experts, BLOCKS, OUT, _WORDS] int16
     scales,  # [num_experts, SCALE_PIECES, OUT] int32
-    zeros,  # [num_experts, ZERO_PIECES, OUT] int32, read if HAS_ZEROS
+    zeros,  # [num_experts, ZERO_PIECES, OUT] int32, read if ZEROS is separate
     output_scales,  # [num_experts, OUT] float32
     bias,  # [num_experts, OUT], read if HAS_BIAS
     y,  # out [count, OUT]
@@ -56,7 +56,7 @@ def _grouped_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,
     UNROLL: tl.constexpr,
     WAITS: tl.constexpr,
     REST: tl.constexpr,
@@ -81,7 +81,7 @@ def _grouped_kernel(
             out,
             0,
             1,
-            IN, OUT, E2M1, GROUP, WIDTH, SCALE, HAS_ZEROS, UNROLL, TOGETHER == 1, WAITS, REST, DOT,
+            IN, OUT, E2M1, GROUP, WIDTH, SCALE, ZEROS, UNROLL, TOGETHER == 1, WAITS, REST, DOT,
         )  # fmt: skip
         if HAS_BIAS:
             total += tl.load(bias + stack + out, mask=out < OUT, other=0.0).to(tl.float32)[:, None]

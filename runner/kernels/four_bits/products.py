@@ -18,7 +18,14 @@ from torch import Tensor
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.device_limits import processors_of
 from runner.kernels.four_bits import words as layout
-from runner.kernels.four_bits.unpacking import float_values, form_options, piece_bits, products_of_tile
+from runner.kernels.four_bits.unpacking import (
+    float_values,
+    form_options,
+    load_scales,
+    place_in_piece,
+    products_of_tile,
+    zero_place,
+)
 from runner.kernels.four_bits.weights import FourBitExperts
 
 _WORDS = tl.constexpr(layout.WORDS)
@@ -64,7 +71,7 @@ def _product_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,
     SPLIT: tl.constexpr,  # there are several splits
     UNROLL: tl.constexpr,
     ONCE: tl.constexpr,
@@ -86,7 +93,7 @@ def _product_kernel(
     rows = tl.where(held, row, 0).to(tl.int64)
     total = products_of_tile(
         x, words, scales, zeros, output_scales, rows, held, out, split, splits,
-        IN, OUT, E2M1, GROUP, WIDTH, SCALE, HAS_ZEROS, UNROLL, ONCE, WAITS, REST, DOT,
+        IN, OUT, E2M1, GROUP, WIDTH, SCALE, ZEROS, UNROLL, ONCE, WAITS, REST, DOT,
     )  # fmt: skip
     kept = held[None, :] & (out < OUT)[:, None]
     at = rows[None, :] * OUT + out[:, None]
@@ -121,7 +128,7 @@ def _dequantize_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCKS: tl.constexpr,  # that a program dequantizes
 ):
@@ -132,13 +139,12 @@ def _dequantize_kernel(
     factor = tl.load(output_scales + out, mask=inside, other=0.0)
     for index in range(BLOCKS):
         block = tl.program_id(1) * BLOCKS + index
-        exists = inside & (block * _BLOCK < IN)
+        exists = out < tl.where(block * _BLOCK < IN, OUT, 0)
         at = words + block * (OUT * _WORDS) + out[:, None] * _WORDS + word[None, :]
         bits = tl.load(at, mask=exists[:, None], other=0)
-        scale_bits = piece_bits(scales + out, block, exists, OUT, GROUP, WIDTH)
-        zero_bits = tl.full([BLOCK_OUT], 0x0808, tl.int32)
-        if HAS_ZEROS:
-            zero_bits = piece_bits(zeros + out, block, exists, OUT, GROUP, 1)
+        scale_bits, zero_bits = load_scales(scales + out, zeros + out, block, exists, OUT, GROUP, WIDTH, ZEROS)
+        scale_bits = scale_bits >> place_in_piece(block, GROUP, WIDTH)
+        zero_bits = zero_bits >> zero_place(block, GROUP, ZEROS)
         for place in tl.static_range(_BLOCK // _PART):
             values = float_values(bits, scale_bits, zero_bits, place, E2M1, GROUP, WIDTH, SCALE, True) * factor[:, None]
             column = block * _BLOCK + place * _PART + word
@@ -150,7 +156,7 @@ def dequantize(stack: FourBitExperts, expert: int, dtype: torch.dtype) -> Tensor
     """Return a weight [outputs, inputs] in ``dtype``, rounded once from float32."""
     weight = torch.empty(stack.outputs, stack.inputs, dtype=dtype, device=stack.words.device)
     options = form_options(stack.form, stack.inputs, dtype)
-    constants = {name: options[name] for name in ("E2M1", "GROUP", "WIDTH", "SCALE", "HAS_ZEROS")}
+    constants = {name: options[name] for name in ("E2M1", "GROUP", "WIDTH", "SCALE", "ZEROS")}
     block_out = 128
     blocks = 2
     _dequantize_kernel[(triton.cdiv(stack.outputs, block_out), triton.cdiv(layout.blocks_of(stack.inputs), blocks))](

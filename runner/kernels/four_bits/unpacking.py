@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _ALL = 1 << 30  # inputs of a group that holds all
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
+_FLOAT32 = tl.constexpr(tl.float32)
 _WORDS = tl.constexpr(layout.WORDS)
 _BLOCK = tl.constexpr(layout.BLOCK)
 _PART = tl.constexpr(layout.PART)
@@ -104,7 +105,9 @@ _E2M1_E8M0 = tl.constexpr(
     + _E2M1_PARTS
     + """
 mov.b32 zero, 0x80008000;
-prmt.b32 e, $5, $6, 0x5410;
+shr.b32 e, $5, $7;
+shr.b32 f, $6, $8;
+prmt.b32 e, e, f, 0x5410;
 and.b32 f, e, 0xFF00FF00;
 shr.b32 f, f, 1;
 and.b32 e, e, 0x00FF00FF;
@@ -116,10 +119,15 @@ fma.rn.bf16x2 $3, d, f, zero;
 }"""
 )
 
-# Two words in $4: eight codes less their zeros. $5 and $6: -(128 + zero) of parts 0 and 1, and of 2 and 3.
-_INT4_PARTS = """
+# Two words in $4: eight codes less their zeros, whose bits are in $5 and $6.
+_INT4 = tl.constexpr("""{
+.reg .b32 a, b, c, d, e, one;
 mov.b32 one, 0x3F803F80;
-mov.b32 zero, 0x80008000;
+shr.b32 a, $5, $7;
+shr.b32 b, $6, $8;
+prmt.b32 e, a, b, 0x5410;
+and.b32 e, e, 0x007F007F;
+or.b32 e, e, 0xC300C300;
 and.b32 a, $4, 0x000F000F;
 or.b32 a, a, 0x43004300;
 shr.b32 b, $4, 4;
@@ -131,38 +139,84 @@ or.b32 c, c, 0x43004300;
 shr.b32 d, $4, 12;
 and.b32 d, d, 0x000F000F;
 or.b32 d, d, 0x43004300;
-fma.rn.bf16x2 a, a, one, $5;
-fma.rn.bf16x2 b, b, one, $5;
-fma.rn.bf16x2 c, c, one, $6;
-fma.rn.bf16x2 d, d, one, $6;
+fma.rn.bf16x2 $0, a, one, e;
+fma.rn.bf16x2 $1, b, one, e;
+fma.rn.bf16x2 $2, c, one, e;
+fma.rn.bf16x2 $3, d, one, e;
+}""")
+
+# The same with two groups, and their scales in float16 or bfloat16 in $7 and $8.
+_INT4_HALVES = """{
+.reg .b32 a, b, c, d, e, f, g, h, i, j, one, zero;
+.reg .b16 low, high, half;
+.reg .f32 x, y;
+mov.b32 one, 0x3F803F80;
+mov.b32 zero, 0x80008000;
+shr.b32 a, $5, $7;
+shr.b32 b, $6, $8;
+prmt.b32 e, a, b, 0x5410;
+shr.b32 f, e, 8;
+and.b32 e, e, 0x007F007F;
+and.b32 f, f, 0x007F007F;
+or.b32 e, e, 0xC300C300;
+or.b32 f, f, 0xC300C300;
+and.b32 a, $4, 0x000F000F;
+or.b32 a, a, 0x43004300;
+shr.b32 b, $4, 4;
+and.b32 b, b, 0x000F000F;
+or.b32 b, b, 0x43004300;
+shr.b32 c, $4, 8;
+and.b32 c, c, 0x000F000F;
+or.b32 c, c, 0x43004300;
+shr.b32 d, $4, 12;
+and.b32 d, d, 0x000F000F;
+or.b32 d, d, 0x43004300;
+fma.rn.bf16x2 a, a, one, e;
+fma.rn.bf16x2 b, b, one, e;
+fma.rn.bf16x2 c, c, one, f;
+fma.rn.bf16x2 d, d, one, f;
+prmt.b32 e, $9, $10, 0x5410;
+prmt.b32 f, $9, $10, 0x7632;
 """
-_INT4_UNSCALED = tl.constexpr(
-    "{.reg .b32 a, b, c, d, one, zero;" + _INT4_PARTS + "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;}"
-)
-# $7 and $8: the scales.
-_INT4_SCALED = tl.constexpr(
-    "{.reg .b32 a, b, c, d, one, zero;"
-    + _INT4_PARTS
+_INT4_BFLOAT16 = tl.constexpr(
+    _INT4_HALVES
     + """
-fma.rn.bf16x2 $0, a, $7, zero;
-fma.rn.bf16x2 $1, b, $7, zero;
-fma.rn.bf16x2 $2, c, $8, zero;
-fma.rn.bf16x2 $3, d, $8, zero;
+fma.rn.bf16x2 $0, a, e, zero;
+fma.rn.bf16x2 $1, b, e, zero;
+fma.rn.bf16x2 $2, c, f, zero;
+fma.rn.bf16x2 $3, d, f, zero;
 }"""
 )
-# $9 and $10: what bfloat16 leaves of the scales.
-_INT4_SCALED_TWICE = tl.constexpr(
-    "{.reg .b32 a, b, c, d, e, one, zero;"
-    + _INT4_PARTS
+
+
+def _parts(pair: str, high: str, low: str) -> str:
+    """Return code that makes bfloat16 pairs of two float16 numbers, and of what these leave of them."""
+    return f"""
+mov.b32 {{low, half}}, {pair};
+cvt.f32.f16 x, low;
+cvt.f32.f16 y, half;
+cvt.rn.bf16x2.f32 {high}, y, x;
+shl.b32 {low}, {high}, 16;
+sub.f32 x, x, {low};
+and.b32 {low}, {high}, 0xFFFF0000;
+sub.f32 y, y, {low};
+cvt.rn.bf16x2.f32 {low}, y, x;
+"""
+
+
+_INT4_FLOAT16 = tl.constexpr(
+    _INT4_HALVES
+    + _parts("e", "g", "h")
+    + _parts("f", "i", "j")
     + """
-fma.rn.bf16x2 e, a, $9, zero;
-fma.rn.bf16x2 $0, a, $7, e;
-fma.rn.bf16x2 e, b, $9, zero;
-fma.rn.bf16x2 $1, b, $7, e;
-fma.rn.bf16x2 e, c, $10, zero;
-fma.rn.bf16x2 $2, c, $8, e;
-fma.rn.bf16x2 e, d, $10, zero;
-fma.rn.bf16x2 $3, d, $8, e;
+fma.rn.bf16x2 e, a, h, zero;
+fma.rn.bf16x2 $0, a, g, e;
+fma.rn.bf16x2 e, b, h, zero;
+fma.rn.bf16x2 $1, b, g, e;
+fma.rn.bf16x2 e, c, j, zero;
+fma.rn.bf16x2 $2, c, i, e;
+fma.rn.bf16x2 e, d, j, zero;
+fma.rn.bf16x2 $3, d, i, e;
 }"""
 )
 
@@ -184,92 +238,113 @@ def scale_values(bits, SCALE: tl.constexpr):
 
 
 @triton.jit
-def piece_bits(at, block, inside, OUT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the bits [outputs] int32 of numbers of WIDTH bytes for a block of inputs, the first in the low bits."""
-    if _BLOCK // GROUP * WIDTH == _PIECE:  # a piece per block
-        bits = tl.load(at + block * OUT, mask=inside, other=0)
+def _load_piece(at, block, inside, OUT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the piece [outputs] int32 that has the numbers, of WIDTH bytes, for a block of inputs."""
+    if _BLOCK // GROUP * WIDTH == _PIECE:
+        piece = block
     else:
-        first = block * _BLOCK // GROUP * WIDTH
-        bits = tl.load(at + first // _PIECE * OUT, mask=inside, other=0) >> (first % _PIECE * 8)
-    return bits
+        piece = block * _BLOCK // GROUP * WIDTH // _PIECE
+    return tl.load(at + piece * OUT, mask=inside, other=0)
+
+
+@triton.jit
+def place_in_piece(block, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the lowest bit of a block's numbers in their piece."""
+    return block * _BLOCK // GROUP * WIDTH % _PIECE * 8
+
+
+@triton.jit
+def load_scales(
+    scales_at,  # [outputs]
+    zeros_at,  # [outputs]
+    block,
+    inside,  # [outputs]
+    OUT: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """Return the pieces [outputs] int32 of a block's scales and zeros."""
+    scales = _load_piece(scales_at, block, inside, OUT, GROUP, WIDTH)
+    if ZEROS == "separate":
+        zeros = _load_piece(zeros_at, block, inside, OUT, GROUP, 1)
+    elif ZEROS == "none":
+        zeros = tl.full(inside.shape, 0x0808, tl.int32)
+    else:
+        zeros = scales
+    return scales, zeros
+
+
+@triton.jit
+def zero_place(block, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+    """Return the lowest bit of a block's zeros in the piece of ``load_scales``."""
+    if ZEROS == "separate":
+        place = place_in_piece(block, GROUP, 1)
+    elif ZEROS == "none":
+        place = 0
+    else:
+        place = 16
+    return place
 
 
 @triton.jit
 def _spread(row, like):
-    """Return numbers [outputs] as bfloat16 [outputs, words]."""
-    return tl.broadcast_to(row.to(tl.bfloat16)[:, None], like.shape)
+    """Return numbers [outputs] as [outputs, words]."""
+    return tl.broadcast_to(row[:, None], like.shape)
 
 
 @triton.jit
 def _unpack_pairs(
-    words, scales, zeros, E2M1: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SCALED: tl.constexpr
+    words,  # [outputs, _WORDS]
+    scales,  # [outputs], pieces
+    zeros,  # [outputs], pieces
+    scales_place,
+    zeros_place,
+    E2M1: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
-    """Return the four values of each word in bfloat16, as the module says; without REST's factor."""
-    WIDTH: tl.constexpr = 16  # bits of a scale of int4 in a piece that has two
-    if E2M1:
-        if SCALE == "e4m3":
-            CODE: tl.constexpr = _E2M1_E4M3
-        else:
-            CODE: tl.constexpr = _E2M1_E8M0
+    """Return the four values of each word in bfloat16, as the module says, without REST's factor.
+
+    Those of groups of a block and more are not scaled.
+    """
+    if E2M1 and SCALE == "e8m0":
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E2M1_E8M0,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [words, _spread(scales, words), scales_place],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif E2M1:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _E2M1_E4M3,
+            "=r,=r,=r,=r,r,r,r",
+            [words, _spread(scales, words)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif GROUP < _BLOCK:
+        CODE: tl.constexpr = _INT4_BFLOAT16 if SCALE == "bfloat16" else _INT4_FLOAT16
         a, b, c, d = tl.inline_asm_elementwise(
             CODE,
-            "=r,=r,=r,=r,r,r,r",
-            [words, tl.broadcast_to(scales[:, None], words.shape)],
+            "=r,=r,=r,=r,r,r,r,r,r,r,r",
+            [words, _spread(zeros, words), zeros_place, _spread(scales, words)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
         )
     else:
-        zero = ((zeros & 0x7F) | 0xC300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        second_zero = zero
-        if GROUP < _BLOCK:
-            second_zero = ((zeros >> 8 & 0x7F) | 0xC300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        zero = _spread(zero, words)
-        second_zero = _spread(second_zero, words)
-        if not SCALED:
-            a, b, c, d = tl.inline_asm_elementwise(
-                _INT4_UNSCALED,
-                "=r,=r,=r,=r,r,r,r",
-                [words, zero, second_zero],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            scale = scale_values(scales, SCALE)
-            second = scale
-            if GROUP < _BLOCK:
-                second = scale_values(scales >> WIDTH, SCALE)
-            high = scale.to(tl.bfloat16)
-            second_high = second.to(tl.bfloat16)
-            if SCALE == "bfloat16":
-                a, b, c, d = tl.inline_asm_elementwise(
-                    _INT4_SCALED,
-                    "=r,=r,=r,=r,r,r,r,r,r",
-                    [words, zero, second_zero, _spread(high, words), _spread(second_high, words)],
-                    dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                    is_pure=True,
-                    pack=2,
-                )
-            else:
-                low = scale - high.to(tl.float32)
-                second_low = second - second_high.to(tl.float32)
-                a, b, c, d = tl.inline_asm_elementwise(
-                    _INT4_SCALED_TWICE,
-                    "=r,=r,=r,=r,r,r,r,r,r,r,r",
-                    [
-                        words,
-                        zero,
-                        second_zero,
-                        _spread(high, words),
-                        _spread(second_high, words),
-                        _spread(low, words),
-                        _spread(second_low, words),
-                    ],
-                    dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-                    is_pure=True,
-                    pack=2,
-                )
+        a, b, c, d = tl.inline_asm_elementwise(
+            _INT4,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [words, _spread(zeros, words), zeros_place],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     return a, b, c, d
 
 
@@ -285,7 +360,7 @@ def float_values(
     SCALE: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Return part PLACE of each word [outputs, words] in float32, by bits [outputs] of ``piece_bits``."""
+    """Return part PLACE of each word [outputs, words] in float32, by bits [outputs] of its block."""
     index: tl.constexpr = PLACE * _PART // GROUP
     bits = words.to(tl.int32)
     if E2M1:
@@ -307,12 +382,20 @@ def float_values(
 
 
 @triton.jit
+def _kept(pieces):
+    """Return the same pieces, which the compiler does not load again in another layout."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pieces], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _add_block(
     total,  # [outputs, rows]
     words_at,  # [outputs, _WORDS], of the first block
-    scales_at,  # [outputs]
-    zeros_at,  # [outputs]
     x_at,  # [_BLOCK, rows]
+    scales,  # [outputs], pieces
+    zeros,  # [outputs], pieces
+    scales_place,
+    zeros_place,
     block,
     inside,  # [outputs]
     held,  # [_BLOCK or 1, rows]
@@ -321,31 +404,42 @@ def _add_block(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
     ONCE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Add the products of a block of inputs."""
+    """Add the products of a block of inputs, scaled only if it has several groups."""
     BLOCK_OUT: tl.constexpr = total.shape[0]
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     words = tl.load(words_at + block * (OUT * _WORDS), mask=inside[:, None], other=0, eviction_policy=POLICY)
-    scales = tl.full([BLOCK_OUT], 0, tl.int32)
-    if SCALED:
-        scales = piece_bits(scales_at, block, inside, OUT, GROUP, WIDTH)
-    zeros = tl.full([BLOCK_OUT], 0x0808, tl.int32)
-    if HAS_ZEROS:
-        zeros = piece_bits(zeros_at, block, inside, OUT, GROUP, 1)
     if DOT == _BFLOAT16:
-        a, b, c, d = _unpack_pairs(words, scales, zeros, E2M1, GROUP, SCALE, SCALED)
+        a, b, c, d = _unpack_pairs(words, scales, zeros, scales_place, zeros_place, E2M1, GROUP, SCALE)
     else:
-        a = float_values(words, scales, zeros, 0, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
-        b = float_values(words, scales, zeros, 1, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
-        c = float_values(words, scales, zeros, 2, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
-        d = float_values(words, scales, zeros, 3, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
+        scales = scales >> scales_place
+        zeros = zeros >> zeros_place
+        a = float_values(words, scales, zeros, 0, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
+        b = float_values(words, scales, zeros, 1, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
+        c = float_values(words, scales, zeros, 2, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
+        d = float_values(words, scales, zeros, 3, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
     weights = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     values = tl.load(x_at + block * _BLOCK, mask=held, other=0.0)
     return tl.dot(tl.reshape(weights, (BLOCK_OUT, _BLOCK)), values.to(DOT), total, input_precision="ieee")
+
+
+@triton.constexpr_function
+def _blocks_together(group, inputs, unroll):
+    """Return how many blocks of a step have their scales in one piece and group, if steps and groups align."""
+    if group >= inputs:
+        return unroll
+    blocks = group // layout.BLOCK
+    if blocks and unroll % blocks == 0:
+        return blocks
+    return unroll if blocks and blocks % unroll == 0 else 1
+
+
+@triton.constexpr_function
+def _has_even_steps(group, width, unroll):
+    """Whether a block's place in its pieces depends only on its place in a step."""
+    return group <= layout.BLOCK and unroll * (layout.BLOCK // group) * width % layout.PIECE == 0
 
 
 @triton.jit
@@ -353,7 +447,7 @@ def products_of_tile(
     x,  # [any, IN]
     words,  # [blocks, OUT, _WORDS] int16, of one weight
     scales,  # [pieces, OUT] int32
-    zeros,  # [pieces, OUT] int32, read if HAS_ZEROS
+    zeros,  # [pieces, OUT] int32
     output_scales,  # [OUT] float32
     rows,  # [rows] int64, of x
     held,  # [rows]: others are 0
@@ -366,7 +460,7 @@ def products_of_tile(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,
     UNROLL: tl.constexpr,  # blocks of inputs in a step
     ONCE: tl.constexpr,  # no other program reads the tile's words
     WAITS: tl.constexpr,
@@ -375,9 +469,9 @@ def products_of_tile(
 ):
     """Return sums [outputs, rows] float32 over a part of the inputs, scaled. Blocks are those of ``words.py``."""
     BLOCKS: tl.constexpr = (IN + _BLOCK - 1) // _BLOCK
-    FULL: tl.constexpr = IN // _BLOCK
-    STEPS: tl.constexpr = FULL // UNROLL
-    SCALED: tl.constexpr = E2M1 or GROUP < IN  # else sums are scaled
+    STEPS: tl.constexpr = IN // _BLOCK // UNROLL
+    SCALES_SUMS: tl.constexpr = GROUP >= _BLOCK and GROUP < IN  # of groups; with one group, the total
+    TOGETHER: tl.constexpr = _blocks_together(GROUP, IN, UNROLL)
     inside = out < OUT
     column = tl.arange(0, _BLOCK)
     words_at = words + out[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
@@ -385,26 +479,58 @@ def products_of_tile(
     zeros_at = zeros + out
     x_at = x + rows[None, :] * IN + column[:, None]
     total = tl.zeros([out.shape[0], rows.shape[0]], tl.float32)
-    for step in range(STEPS * split // splits, STEPS * (split + 1) // splits):
-        for part in tl.static_range(UNROLL):
-            total = _add_block(
-                total, words_at, scales_at, zeros_at, x_at, step * UNROLL + part, inside, held[None, :],
-                OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, HAS_ZEROS, ONCE, DOT,
+    for step in range(split * STEPS // splits, (split + 1) * STEPS // splits):
+        for index in tl.static_range(UNROLL):
+            block = step * UNROLL + index
+            if index % TOGETHER == 0:
+                block_scales, block_zeros = load_scales(scales_at, zeros_at, block, inside, OUT, GROUP, WIDTH, ZEROS)
+                part = total
+                if SCALES_SUMS:
+                    part = tl.zeros_like(total)
+            # Constant places: with others, the compiler loads words in another order than products need.
+            if _has_even_steps(GROUP, WIDTH, UNROLL):
+                scales_place = place_in_piece(index, GROUP, WIDTH)
+            else:
+                scales_place = place_in_piece(block, GROUP, WIDTH)
+            if _has_even_steps(GROUP, 1, UNROLL):
+                zeros_place = zero_place(index, GROUP, ZEROS)
+            else:
+                zeros_place = zero_place(block, GROUP, ZEROS)
+            part = _add_block(
+                part, words_at, x_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
+                held[None, :], OUT, E2M1, GROUP, WIDTH, SCALE, ONCE, DOT,
             )  # fmt: skip
+            if SCALES_SUMS:
+                if (index + 1) % TOGETHER == 0:
+                    if DOT != _FLOAT32:
+                        block_scales = _kept(block_scales)
+                    total += part * scale_values(block_scales >> scales_place, SCALE)[:, None]
+            else:
+                total = part
         if WAITS:
             wait_for_products()
     if STEPS * UNROLL < BLOCKS:  # noqa: SIM102 (one is decided by the compiler)
         if split == splits - 1:
             for block in tl.static_range(STEPS * UNROLL, BLOCKS):
+                block_scales, block_zeros = load_scales(scales_at, zeros_at, block, inside, OUT, GROUP, WIDTH, ZEROS)
+                part = total
+                if SCALES_SUMS:
+                    part = tl.zeros_like(total)
+                scales_place = place_in_piece(block, GROUP, WIDTH)
+                zeros_place = zero_place(block, GROUP, ZEROS)
                 within = (column < IN - block * _BLOCK)[:, None]
-                total = _add_block(
-                    total, words_at, scales_at, zeros_at, x_at, block, inside, held[None, :] & within,
-                    OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, HAS_ZEROS, ONCE, DOT,
+                part = _add_block(
+                    part, words_at, x_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
+                    held[None, :] & within, OUT, E2M1, GROUP, WIDTH, SCALE, ONCE, DOT,
                 )  # fmt: skip
+                if SCALES_SUMS:
+                    total += part * scale_values(block_scales >> scales_place, SCALE)[:, None]
+                else:
+                    total = part
             if WAITS:
                 wait_for_products()
     factor = tl.load(output_scales + out, mask=inside, other=0.0) * REST
-    if not SCALED:
+    if GROUP >= IN and not E2M1:
         factor *= scale_values(tl.load(scales_at, mask=inside, other=0), SCALE)
     return total * factor[:, None]
 
@@ -412,12 +538,13 @@ def products_of_tile(
 def form_options(form: FourBitForm, inputs: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constants by which kernels know a form, for products with activations in ``dtype``."""
     interpreted = triton.knobs.runtime.interpret  # numpy, in which it multiplies, has no bfloat16
+    zeros = "with scales" if form.has_pairs(inputs) else "separate" if form.has_zeros else "none"
     return {
         "E2M1": form.is_e2m1,
         "GROUP": form.group if form.is_e2m1 or form.group < inputs else _ALL,
-        "WIDTH": form.scale_dtype.itemsize,
+        "WIDTH": layout.PIECE if form.has_pairs(inputs) else form.scale_dtype.itemsize,
         "SCALE": SCALE_NAMES[form.scale_dtype],
-        "HAS_ZEROS": form.has_zeros,
+        "ZEROS": zeros,
         "WAITS": must_wait(),
         "REST": REST.get(form.scale_dtype, 1.0) if dtype == torch.bfloat16 and not interpreted else 1.0,
         "DOT": tl.float32 if interpreted else DOT[dtype],

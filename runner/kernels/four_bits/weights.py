@@ -48,6 +48,14 @@ class FourBitForm(NamedTuple):
     def is_e2m1(self) -> bool:
         return self.kind == "e2m1"
 
+    def has_pairs(self, inputs: int) -> bool:
+        """Whether a piece has a scale of two bytes and its zero, which are 8 where the form has none.
+
+        With a scale without zeros for each block of inputs, this would take 6 % more memory.
+        """
+        is_wide = self.group == inputs or self.group >= (layout.BLOCK if self.has_zeros else 2 * layout.BLOCK)
+        return not self.is_e2m1 and self.scale_dtype.itemsize == 2 and is_wide
+
 
 class Stored(NamedTuple):
     """A weight as ``FourBitWeight.pack`` takes it."""
@@ -96,8 +104,10 @@ class FourBitExperts:
         self.outputs = outputs
         self.inputs = inputs
         self.use_triton = use_triton
-        scale_pieces = layout.pieces_of(inputs, form.group, form.scale_dtype.itemsize)
-        zero_pieces = layout.pieces_of(inputs, form.group, 1) if form.has_zeros else 0
+        scale_pieces = (
+            self.groups if form.has_pairs(inputs) else layout.pieces_of(self.groups, form.scale_dtype.itemsize)
+        )
+        zero_pieces = layout.pieces_of(self.groups, 1) if form.has_zeros and not form.has_pairs(inputs) else 0
         shape = experts, layout.blocks_of(inputs), outputs, layout.WORDS
         self.words = torch.zeros(shape, device=device, dtype=torch.int16)
         self.scales = torch.zeros(experts, scale_pieces, outputs, device=device, dtype=torch.int32)
@@ -132,11 +142,16 @@ class FourBitExperts:
         if scales.dtype == torch.uint8:
             scales = scales + layout.E8M0_SHIFT
         self.words[expert] = layout.pack_codes(codes.to(device), self.form.is_e2m1)
-        self.scales[expert] = layout.pack_pieces(scales)
         if zeros is not None:
             assert zeros.shape == scales.shape
             _check_zeros(zeros)
-            self.zeros[expert] = layout.pack_pieces(zeros.to(device, torch.uint8))
+            zeros = zeros.to(device, torch.uint8)
+        if self.form.has_pairs(self.inputs):
+            self.scales[expert] = layout.pack_pairs(scales, _ZERO if zeros is None else zeros)
+        else:
+            self.scales[expert] = layout.pack_pieces(scales)
+            if zeros is not None:
+                self.zeros[expert] = layout.pack_pieces(zeros)
         self._has_output_scales[expert] = output_scales is not None
         if output_scales is None:
             self.output_scales[expert] = 1.0
@@ -145,13 +160,19 @@ class FourBitExperts:
 
     def unpack(self, expert: int) -> Stored:
         """Return what ``pack`` has stored."""
-        scales = layout.unpack_pieces(self.scales[expert], self.groups, self.form.scale_dtype)
+        zeros: Tensor | None = None
+        if self.form.has_pairs(self.inputs):
+            scales, zeros = layout.unpack_pairs(self.scales[expert], self.form.scale_dtype)
+        else:
+            scales = layout.unpack_pieces(self.scales[expert], self.groups, self.form.scale_dtype)
+            if self.form.has_zeros:
+                zeros = layout.unpack_pieces(self.zeros[expert], self.groups, torch.uint8)
         if scales.dtype == torch.uint8:
             scales = scales - layout.E8M0_SHIFT
         return Stored(
             layout.unpack_codes(self.words[expert], self.inputs, self.form.is_e2m1),
             scales,
-            layout.unpack_pieces(self.zeros[expert], self.groups, torch.uint8) if self.form.has_zeros else None,
+            zeros if self.form.has_zeros else None,
             self.output_scales[expert].clone() if self._has_output_scales[expert] else None,
         )
 

@@ -11,6 +11,7 @@ and a shift make numbers of bfloat16 of them:
 
 The words of a block are stored together, output by output, so a tile of outputs is one piece of memory. Scales keep
 their width: each piece has those of 4 bytes of an output, and a kernel reads it as one number. So do zeros, of a byte.
+Scales of two bytes for a block or more are stored with their zeros, a group in each piece, and 8 where there is none.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def blocks_of(inputs: int) -> int:
     return -(-inputs // BLOCK)
 
 
-def pieces_of(inputs: int, group: int, width: int) -> int:
-    """Return the pieces of an output's scales, each of ``width`` bytes and for ``group`` inputs."""
-    return -(-(-(-inputs // group) * width) // PIECE)
+def pieces_of(groups: int, width: int) -> int:
+    """Return the pieces of an output's numbers of ``width`` bytes, one for each group."""
+    return -(-groups * width // PIECE)
 
 
 def pack_codes(codes: Tensor, e2m1: bool) -> Tensor:
@@ -74,17 +75,32 @@ def separate_codes(words: Tensor, inputs: int, e2m1: bool) -> Tensor:
 
 def pack_pieces(numbers: Tensor) -> Tensor:
     """Return pieces [pieces, outputs] int32 of the bytes of numbers [outputs, groups], one to four bytes wide."""
-    stored = numbers.contiguous().view(torch.uint8)
+    stored = torch.empty_like(numbers, memory_format=torch.contiguous_format).copy_(numbers).view(torch.uint8)
     outputs, size = stored.shape
     padded = stored.new_zeros(outputs, -(-size // PIECE) * PIECE)
     padded[:, :size] = stored
-    return padded.view(torch.int32).t().contiguous()
+    return padded.view(torch.int32).t()
 
 
 def unpack_pieces(pieces: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Undo ``pack_pieces``: return numbers [outputs, groups] in ``dtype``."""
-    stored = pieces.t().flatten().view(torch.uint8).view(pieces.shape[1], -1)
-    return stored[:, : groups * dtype.itemsize].contiguous().view(dtype)
+    stored = pieces.new_empty(pieces.shape[1], pieces.shape[0]).copy_(pieces.t()).view(torch.uint8)
+    size = groups * dtype.itemsize
+    return stored.new_empty(len(stored), size).copy_(stored[:, :size]).view(dtype)
+
+
+def pack_pairs(scales: Tensor, zeros: Tensor | int) -> Tensor:
+    """Return pieces [groups, outputs] int32: a scale of two bytes of [outputs, groups], then its zero."""
+    pieces = scales.new_empty(*scales.shape, 2, dtype=torch.int16)
+    pieces[..., 0] = scales.contiguous().view(torch.int16)
+    pieces[..., 1] = zeros
+    return pieces.view(torch.int32).squeeze(-1).t()
+
+
+def unpack_pairs(pieces: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Undo ``pack_pairs``: return scales in ``dtype`` and zeros uint8, both [outputs, groups]."""
+    scales = (pieces << 16 >> 16).to(torch.int16).view(dtype).t()
+    return scales, (pieces >> 16).to(torch.uint8).t()
 
 
 def values_of(codes: Tensor, e2m1: bool) -> Tensor:
