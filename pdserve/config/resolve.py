@@ -230,7 +230,7 @@ def _note_weights(
     if weights is not None and weights.quantized:
         reasons.note(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
     if model.keeps_quantized:
-        for note in kept.notes(dtype):
+        for note in kept.notes(dtype, model.weight_format):
             reasons.note(note)
 
 

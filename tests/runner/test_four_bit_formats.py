@@ -350,7 +350,8 @@ def test_each_layer_of_a_mixed_checkpoint_keeps_its_form(tmp_path: Path) -> None
         mlp, "e2m1"
     )
     model = load_model_config(quantized)
-    (note,) = keep_layers(model, ParallelConfig((2,)), stored_weights(model, quantized)).notes("bfloat16")
+    kept_layers = keep_layers(model, ParallelConfig((2,)), stored_weights(model, quantized))
+    (note,) = kept_layers.notes("bfloat16", model.weight_format)
     assert note.startswith("dequantized when loaded: lm_head (1 weights): ")
     dummy = node_config(quantized, runner="V2", load_format="dummy").model.layer_forms
     assert dummy == forms
@@ -366,7 +367,7 @@ def test_a_mixed_checkpoint_names_what_it_dequantizes(tmp_path: Path) -> None:
     model = load_model_config(quantized)
     weights = stored_weights(model, quantized)
     kept = keep_layers(model, ParallelConfig((2,)), weights)
-    (note,) = kept.notes("bfloat16")
+    (note,) = kept.notes("bfloat16", model.weight_format)
     assert note.startswith("dequantized when loaded: gate_proj (1 weights): 0.00 GiB stored take 0.00 GiB of memory in")
     assert note.endswith("up_proj beside them is stored unquantized")
     assert not {"1.gate_proj", "1.up_proj"} & kept.forms.keys()
@@ -395,6 +396,41 @@ def every_linear(built: Any) -> list[FourBitLinearMethod]:
         for product in (layer.attention._qkv, layer.attention._out, layer.mlp.block._gate_up, layer.mlp.block._down)
     ]
     return [product._linear for product in products]
+
+
+@pytest.mark.parametrize("method", ["gptq", "auto-round", "compressed-tensors"])
+def test_modules_may_have_other_bits_and_groups(method: str, tmp_path: Path) -> None:
+    """Their shapes tell them apart; V2 keeps those of 4 bits."""
+    name = {"gptq": "gptq 32", "auto-round": "auto-round 32", "compressed-tensors": "w4a16 64"}[method]
+    plain, quantized = quantized_model(tmp_path, "qwen3", name)
+    packed = method == "compressed-tensors"
+    other = FORMATS["compressed w8a16" if packed else "gptq 8 bits"]
+    tensors = load_file(quantized / "model.safetensors")
+    rounded = load_file(plain / "model.safetensors")
+    module = "model.layers.1.mlp.down_proj"
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(module)}
+    parts, rounded[f"{module}.weight"] = other.quantize(module, rounded[f"{module}.weight"])
+    save_file(tensors | parts, quantized / "model.safetensors", {"format": "pt"})
+    save_file(rounded, plain / "model.safetensors", {"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    options = config["quantization_config"]
+    if packed:
+        options["config_groups"]["group_1"] = {
+            **other.config["config_groups"]["group_0"],
+            "targets": ["re:.*down_proj"],
+        }
+    elif method == "gptq":
+        options["dynamic"] = {"+:.*down_proj": {"bits": 8, "group_size": 16}, "-:.*lm_head": {}}
+    else:
+        options["extra_config"] = {module: {"bits": 8, "group_size": 16}, "lm_head": {"bits": 16}}
+    (quantized / "config.json").write_text(json.dumps(config))
+    expected = reference_greedy(reference_model(plain), PROMPT, 3)
+    for version in ("V1", "V2"):
+        tokens, _ = logprobs_of(quantized, version)
+        assert tokens == expected
+    forms = node_config(quantized, runner="V2").model.layer_forms
+    assert "0.down_proj" in forms
+    assert "1.down_proj" not in forms
 
 
 # ------------------------------------------------------------ changes, shards, quantizing at load

@@ -123,7 +123,8 @@ COMPRESSED = "compressed-tensors"
         ("gptq", {"bits": 3, "group_size": 128}, "bits 3; supported are 4, 8"),
         ("gptq", {"bits": 4, "group_size": 0}, "group_size 0; it must be -1 or a number"),
         ("gptq", {"bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        ("gptq", {"bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic bits or group sizes"),
+        ("gptq", {"bits": 4, "group_size": 128, "dynamic": {"+:.*": {"bits": 3}}}, "bits 3; supported are 4, 8"),
+        ("gptq", {"bits": 4, "group_size": 128, "dynamic": ["+:.*"]}, "dynamic .*; it must be an object"),
         (
             "auto-round",
             {"bits": 4, "packing_format": "auto_round:mx_fp4"},
@@ -134,8 +135,8 @@ COMPRESSED = "compressed-tensors"
         ("auto-round", {"bits": 4, "group_size": 128, "act_bits": 8}, "act_bits 8; supported are"),
         (
             "auto-round",
-            {"bits": 4, "group_size": 128, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8}}},
-            "bits or group sizes per module .extra_config.",
+            {"bits": 4, "group_size": 128, "extra_config": {"model.layers.0.mlp.up_proj": {"bits": 3}}},
+            "bits 3; supported are 4, 8",
         ),
         (None, {"bits": 4, "group_size": 64}, "Apple's MLX format .4 bits."),
         (None, {"ignore": []}, "a quantization_config without quant_method; supported are"),
@@ -150,6 +151,11 @@ COMPRESSED = "compressed-tensors"
         ),
         (COMPRESSED, group("nvfp4-pack-quantized", num_bits=4, type="int"), "type 'int'; supported are float"),
         (COMPRESSED, group("mxfp4-pack-quantized", type="float", group_size=16), "group_size 16; supported are 32"),
+        (
+            COMPRESSED,
+            {"format": "pack-quantized", "config_groups": {str(n): {"weights": {"num_bits": n}} for n in (4, 8)}},
+            "pack-quantized groups of different num_bits whose shapes are equal",
+        ),
         (COMPRESSED, group("marlin-24", num_bits=4), "format 'marlin-24'; supported are float-quantized"),
         (COMPRESSED, group("pack-quantized", num_bits=3), "num_bits 3; supported are 4, 8"),
         (COMPRESSED, group("float-quantized", num_bits=4, type="float"), "num_bits 4; supported are 8"),

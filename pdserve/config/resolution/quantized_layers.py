@@ -73,12 +73,13 @@ class KeptLayers(NamedTuple):
         forms = [form for key, form in self.forms.items() if key.endswith(f".{EXPERTS}") == experts]
         return sum(_bytes(form, dtype) for form in forms) / len(forms) if forms else float(DTYPE_BYTES[dtype])
 
-    def notes(self, dtype: str) -> Iterator[str]:
+    def notes(self, dtype: str, weight_format: str) -> Iterator[str]:
         """Say what is dequantized, why, and what it costs."""
+        what = "not quantized" if is_at_load(weight_format) else "dequantized when loaded"
         for reason, parts, count, num_weights, stored_bytes in self.dequantized:
             in_memory = num_weights * DTYPE_BYTES[dtype]
             yield (
-                f"dequantized when loaded: {', '.join(parts)} ({count} weights): {stored_bytes / 2**30:.2f} GiB stored "
+                f"{what}: {', '.join(parts)} ({count} weights): {stored_bytes / 2**30:.2f} GiB stored "
                 f"take {in_memory / 2**30:.2f} GiB of memory in {dtype}; {reason}"
             )
 

@@ -36,6 +36,8 @@ class LayerForm(msgspec.Struct, frozen=True, array_like=True):
         if self.kind == "fp8":
             return 1 + _OUTPUT_SCALES
         shared = SCALE_BYTES[self.scale_dtype] + self.has_zeros
+        if self.kind == "int4" and shared in (2, 3) and self.group >= _BLOCK:
+            shared = _PIECE  # a scale of 16 bits shares a piece with its zero
         of_groups = 0.5 + (shared / self.group if self.group else 0.0)
         return of_groups + (_OUTPUT_SCALES if self.is_four_bits else 0.0)
 

@@ -147,14 +147,20 @@ def _gptq(options: Mapping[str, Any]) -> Rules:
     version = _choice(options, name, ("gptq", "gptq_v2"), "gptq")
     _choice(options, "is_marlin_format", (False,), False)
     _choice(options, "pack_dtype", ("int32",), "int32")
-    overrides = options.get("dynamic") or {}
-    if not isinstance(overrides, dict) or any(not name.startswith("-") for name in overrides):
-        raise _Unsupported("dynamic bits or group sizes per module; supported are modules that it leaves out (-:…)")
+    modules = options.get("dynamic") or {}
+    if not isinstance(modules, dict) or not all(isinstance(own, dict) for own in modules.values()):
+        raise _Unsupported(f"dynamic {shown(modules)}; it must be an object of modules' options")
+    own_options = [own for name, own in modules.items() if not name.startswith("-")]  # "-" leaves modules out
     meta = options.get("meta")
     quantizer = shown(meta.get("quantizer")) if isinstance(meta, dict) else ""
     offset = "" if version == "gptq_v2" else "word" if "gptqmodel" in quantizer else "field"
+    return tuple(dict.fromkeys(_gptq_rule({**options, **own}, offset) for own in ({}, *own_options)))
+
+
+def _gptq_rule(options: Mapping[str, Any], offset: str) -> StorageRule:
+    """Shapes of zeros and group indices tell weights of other bits and groups apart."""
     group_size = _group_size(options, "group_size")
-    rule = StorageRule(
+    return StorageRule(
         packing=GPTQ,
         dtype="I32",
         bits=_choice(options, "bits", (4, 8)),
@@ -163,7 +169,6 @@ def _gptq(options: Mapping[str, Any]) -> Rules:
         has_group_index=options.get("desc_act") is True and group_size > 0,
         zero_point_offset=offset,
     )
-    return (rule,)
 
 
 def _auto_round(options: Mapping[str, Any]) -> Rules:
@@ -172,23 +177,19 @@ def _auto_round(options: Mapping[str, Any]) -> Rules:
     form = next((form for form in (GPTQ, AWQ) if isinstance(packing, str) and packing.endswith(form)), None)
     if form is None:
         raise _Unsupported(f"packing_format {shown(packing)}; supported are auto_round:auto_gptq, auto_round:auto_awq")
-    _choice(options, "data_type", ("int",), "int")
     if options.get("act_bits") not in (None, 16, 32):
         raise _Unsupported(f"act_bits {shown(options['act_bits'])}; supported are activations of 16 bits")
     modules = options.get("extra_config") or {}
-    values = modules.values() if isinstance(modules, dict) else [modules]
-    if any(not isinstance(module, dict) or _differs(module, options) for module in values):
-        raise _Unsupported("bits or group sizes per module (extra_config); supported are modules left in 16 bits")
-    if form == AWQ:
-        return _awq({**options, "zero_point": True})
-    return _gptq({"bits": options.get("bits"), "group_size": options.get("group_size")})
-
-
-def _differs(module: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether AutoRound quantized a module otherwise than most."""
-    if module.get("bits") in (16, 32):
-        return False
-    return any(module.get(name) not in (None, options.get(name)) for name in ("bits", "group_size", "data_type"))
+    if not isinstance(modules, dict) or not all(isinstance(module, dict) for module in modules.values()):
+        raise _Unsupported(f"extra_config {shown(modules)}; it must be an object of modules' options")
+    own_options = [module for module in modules.values() if module.get("bits") not in (16, 32)]
+    names = ("bits", "group_size", "data_type")
+    variants = [{name: own.get(name) or options.get(name) for name in names} for own in ({}, *own_options)]
+    rules: list[StorageRule] = []
+    for variant in variants:
+        _choice(variant, "data_type", ("int",), "int")
+        rules += _awq({**variant, "zero_point": True}) if form == AWQ else _gptq(variant)
+    return tuple(dict.fromkeys(rules))
 
 
 def _mxfp4(options: Mapping[str, Any]) -> Rules:
@@ -215,8 +216,10 @@ def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
         for group in groups.values()
         if group.get("weights") is not None
     )
-    packed = {rule.bits: rule.block[1] for rule in rules if rule.packing == PACKED}  # shapes tell their bits
-    if len(packed) > 1 and (0 in packed.values() or packed[4] == 2 * packed[8]):
+    groups = {
+        bits: {rule.block[1] for rule in rules if rule.packing == PACKED and rule.bits == bits} for bits in (4, 8)
+    }
+    if any(four in (0, 2 * eight) or not eight for four in groups[4] for eight in groups[8]):
         raise _Unsupported(
             "pack-quantized groups of different num_bits whose shapes are equal; supported are group sizes that tell "
             "them apart"
