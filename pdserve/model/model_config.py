@@ -41,7 +41,7 @@ from pdserve.model.quantization.weight_formats import (
 )
 from pdserve.model.recurrent import read_gated_delta
 from pdserve.model.rope import RopeConfig, read_rope
-from pdserve.model.text_part import take_text_part, text_headers
+from pdserve.model.text_part import causal_name, take_text_part, text_headers
 from pdserve.model.unread_fields import check_unread, unread_names
 from pdserve.model.unserved_kinds import check_kind
 from pdserve.model.vision import AnyVision, read_vision
@@ -108,11 +108,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return WEIGHT_FORMATS[self.weight_format]
 
     def layer_part(self, name: str) -> tuple[int, str] | None:
-        """Return the layer and the projection of a weight in a linear layer, or "experts"; None for other weights."""
-        return layer_part(name, self.num_layers, self.predictor)
+        """Return the layer and the projection of a weight in a linear layer, or "experts"; None for other weights.
+
+        ``name`` is the checkpoint's, or that of a causal model.
+        """
+        causal = causal_name(name) if self.multimodal else None
+        return layer_part(causal or name, self.num_layers, self.predictor)
 
     def form_of(self, name: str) -> LayerForm | None:
-        """Return the form in memory of a weight with a causal model's name; None: as ``linear_format`` says."""
+        """Return the form in memory of a checkpoint's weight; None: as ``linear_format`` says."""
         part = self.layer_part(name) if self.layer_forms else None
         return None if part is None else self.layer_forms.get("{}.{}".format(*part))
 

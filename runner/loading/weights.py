@@ -166,11 +166,11 @@ def _quantized(
     if is_at_load(model.weight_format):
         last = LastWeight()
         for name in weights.plain:
-            form = _form_of(model, name)
+            form = model.form_of(name)
             if form is not None:
                 slices |= _at_load(name, plain[name], form, last)
     for name, weight in weights.quantized.items():
-        form = _form_of(model, name)
+        form = model.form_of(name)
         if form is None:
             slices[name] = DequantizedSlice(name, weight, stored, device, dtype)
         elif form.is_four_bits:
@@ -180,11 +180,6 @@ def _quantized(
         else:
             slices |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
     return slices
-
-
-def _form_of(model: ModelConfig, name: str) -> LayerForm | None:
-    """Return the form in memory of a checkpoint's weight; None: in the model's dtype."""
-    return model.form_of(_causal(name, model))
 
 
 def _at_load(name: str, source: Any, form: LayerForm, last: LastWeight) -> dict[str, Any]:
@@ -204,15 +199,10 @@ def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, A
     Tensors of a multimodal checkpoint have other prefixes, and tensors of a body that was saved alone have none.
     """
     if model.multimodal:
-        return {_causal(name, model): weight for name, weight in weights.items()}
+        return {str(causal_name(name)): weight for name, weight in weights.items()}
     if model.impl != NATIVE or _EMBEDDING not in weights:
         return weights
     return {name if name.startswith(_HEADS) else f"model.{name}": weight for name, weight in weights.items()}
-
-
-def _causal(name: str, model: ModelConfig) -> str:
-    """Return the name that a tensor has in a causal model; those of a body that was saved alone lack its prefix."""
-    return str(causal_name(name)) if model.multimodal else name
 
 
 def check_weights(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, node_config, reference_greedy, reference_model
 from fast_set import sampled
+from published_checkpoints import FORMS
 from quantized_checkpoints import FORMATS, FOUR_BITS, quantize
 from ranks import Case, answers_of_ranks
 from safetensors.torch import load_file, save_file
@@ -355,6 +356,25 @@ def test_each_layer_of_a_mixed_checkpoint_keeps_its_form(tmp_path: Path) -> None
     assert note.startswith("dequantized when loaded: lm_head (1 weights): ")
     dummy = node_config(quantized, runner="V2", load_format="dummy").model.layer_forms
     assert dummy == forms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["Qwen3.6 in NVFP4", "Qwen3.6 with experts in NVFP4"])
+def test_published_mixed_checkpoints_are_kept(form: str, tmp_path: Path) -> None:
+    """test_published_checkpoints.py compares V1's tokens with the library's."""
+    directory = FORMS[form](tmp_path).checkpoint
+    tokens, logprobs = logprobs_of(directory, "V1")
+    kept_tokens, kept = logprobs_of(directory, "V2")
+    assert kept_tokens == tokens
+    torch.testing.assert_close(kept, logprobs, rtol=0, atol=1e-4)
+    model = load_model_config(directory)
+    layers = keep_layers(model, ParallelConfig((3,)), stored_weights(model, directory))
+    assert [item.parts for item in layers.dequantized] == [("lm_head",)]
+    experts = {f"{layer}.experts": "e2m1" for layer in range(3)} if model.moe else {}
+    mlp = {f"{layer}.{name}_proj": "e2m1" for layer in range(3) for name in ("gate", "up", "down")}
+    delta = {f"{layer}.{name}": "fp8" for layer in range(2) for name in ("in_proj_qkv", "in_proj_z", "out_proj")}
+    attention = {f"2.{name}_proj": "fp8" for name in "qkvo"}
+    assert {key: kept.kind for key, kept in layers.forms.items()} == experts | mlp | delta | attention
 
 
 def test_a_mixed_checkpoint_names_what_it_dequantizes(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pdserve.model.quantization.at_load import at_load_form
 from pdserve.model.quantization.kept_weights import EXPERTS, LINEAR_PARTS, form_of_rule
 from pdserve.model.quantization.layer_form import LayerForm
 from pdserve.model.quantization.weight_formats import storage_rules
-from pdserve.model.text_part import causal_name
 
 
 def declared_forms(model: ModelConfig) -> dict[tuple[int, str], LayerForm]:
@@ -59,8 +58,7 @@ def _fits(model: ModelConfig, layer: int, part: str, form: LayerForm) -> bool:
 def _by_layer(model: ModelConfig, layers: Mapping[str, Any]) -> Iterator[tuple[tuple[int, str], LayerForm]]:
     """Yield the forms of ModelOpt's mixed precision, which names modules, and all experts of a layer at once."""
     for name, options in layers.items():
-        weight = f"{causal_name(name) or name}.weight"
-        part = model.layer_part(weight.replace(".experts.weight", ".experts.0.down_proj.weight"))
+        part = model.layer_part(f"{name}.weight".replace(".experts.weight", ".experts.0.down_proj.weight"))
         form = _first_form("modelopt", options)
         if part is not None and form is not None:
             yield part, form
