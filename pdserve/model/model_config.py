@@ -29,7 +29,7 @@ from pdserve.model.from_transformers.any_decoder import (
 )
 from pdserve.model.latent import LatentConfig, read_latent
 from pdserve.model.moe import MoEConfig
-from pdserve.model.quantization.kept_weights import layer_part
+from pdserve.model.quantization.kept_weights import HEAD, layer_part
 from pdserve.model.quantization.layer_form import LayerForm
 from pdserve.model.quantization.quantization_config import read_weight_format
 from pdserve.model.quantization.weight_formats import (
@@ -114,6 +114,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """
         causal = causal_name(name) if self.multimodal else None
         return layer_part(causal or name, self.num_layers, self.predictor)
+
+    @property
+    def head_form(self) -> LayerForm | None:
+        """Return the form in memory of an output projection; None: in the model's dtype."""
+        return self.form_of(f"{HEAD}.weight")
 
     def form_of(self, name: str) -> LayerForm | None:
         """Return the form in memory of a checkpoint's weight; None: as ``linear_format`` says."""

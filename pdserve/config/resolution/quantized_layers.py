@@ -21,6 +21,7 @@ from pdserve.model.quantization.at_load import AT_LOAD, at_load_form, is_at_load
 from pdserve.model.quantization.kept_weights import (
     EXPERTS,
     FUSED_EXPERTS,
+    HEAD,
     MERGED,
     MXFP4_BLOCK,
     form_of,
@@ -66,7 +67,8 @@ class KeptLayers(NamedTuple):
 
     def bytes_per_weight(self, dtype: str, experts: bool) -> float:
         """Return the mean of linear layers, or of experts, where ``dtype`` is that of dequantized weights."""
-        chosen = [(member, form) for member, form in self.members if (member.part == EXPERTS) == experts]
+        members = ((member, form) for member, form in self.members if member.part != HEAD)
+        chosen = [(member, form) for member, form in members if (member.part == EXPERTS) == experts]
         if chosen:
             total = sum(member.num_weights for member, _ in chosen)
             return sum(member.num_weights * _bytes(form, dtype) for member, form in chosen) / max(1, total)
@@ -148,7 +150,7 @@ def _members(model: ModelConfig, weights: CheckpointWeights) -> Iterator[tuple[M
             yield Member(name, part[1], prod(weight.shape), weight.stored_bytes, form, problem), part[0]
     for name, tensor in weights.plain.items():
         part = model.layer_part(name)
-        if part is not None:
+        if part is not None and part[1] != HEAD:
             problem = _ONE_BY_ONE if name.endswith(FUSED_EXPERTS) or len(tensor.shape) != 2 else ""
             if at_load is not None and not problem:
                 problem = _problem_of_groups(at_load, tensor.shape[1])
@@ -199,6 +201,8 @@ def _problem(model: ModelConfig, parallel: ParallelConfig, layer: int, part: str
     """Say why a layer cannot keep weights in a form; empty if it can."""
     if part == EXPERTS and (problem := _experts_problem(model, form)):
         return problem
+    if part == HEAD and (not form.is_four_bits or form.has_order):
+        return "V2 keeps heads in 4 bits, in groups of consecutive inputs"
     if model.latent is not None and form.kind == "fp8":
         problem = _rotated_problem(model.latent, model.num_heads, form.rows, part)
         if problem:

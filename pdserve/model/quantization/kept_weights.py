@@ -25,6 +25,8 @@ LINEAR_PARTS = tuple(
     name.removeprefix(".").removesuffix(".weight") for name in (*_PROJECTIONS, *_GATED_DELTA, *_LATENT)
 )
 EXPERTS = "experts"
+HEAD = "lm_head"
+NO_LAYER = -1  # the head's
 
 #: Projections of the same inputs, which are one product if they have one form, by the name of the product.
 MERGED = {
@@ -78,8 +80,12 @@ def _fp8_block(rule: StorageRule) -> tuple[int, int]:
 def layer_part(name: str, num_layers: int, predictor: str) -> tuple[int, str] | None:
     """Return the layer and the projection of a weight, ``EXPERTS`` for those of experts; None for other weights.
 
+    The head is in ``NO_LAYER``.
+
     ``name`` is that of a causal model. ``predictor`` begins the names of the layer behind the last one.
     """
+    if name == f"{HEAD}.weight":
+        return NO_LAYER, HEAD
     is_fused = name.endswith(FUSED_EXPERTS)
     if not is_fused and not is_linear(name):
         return None

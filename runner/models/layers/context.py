@@ -53,12 +53,18 @@ class ModelContext:
         forms = {self._form(name) for name in outputs}
         assert len(forms) == 1, "keep_layers gives projections of one product one form"
         (form,) = forms
-        path = self.config.linear_format.linear_method if form is None else METHODS[form.kind].linear
         out_features = sum(output.size for output in outputs.values())
-        options = form or self.config.quantization
-        linear = linear_method_class(path)(in_features, out_features, bias, self.placement, options)
+        linear = self.quantized_linear(in_features, out_features, form, bias)
         self.linears[in_features, out_features, form] = linear
         return linear
+
+    def quantized_linear(
+        self, in_features: int, out_features: int, form: LayerForm | None, bias: bool = False
+    ) -> LinearMethod:
+        """Create a linear layer in a form; None: that of the checkpoint's weight format."""
+        path = self.config.linear_format.linear_method if form is None else METHODS[form.kind].linear
+        options = form or self.config.quantization
+        return linear_method_class(path)(in_features, out_features, bias, self.placement, options)
 
     def experts(self, shard: ExpertsShard) -> ExpertsMethod:
         """Create a rank's experts of a layer in the form that they have in memory; experts with biases are others."""

@@ -168,7 +168,7 @@ class Eagle3Head:
             yield f"{name}.weight", norm.weight_shard()
         yield from prefixed("midlayer.self_attn.", self._attention.weight_shards())
         yield from prefixed("midlayer.", self._mlp.weight_shards())
-        yield "lm_head.weight", self._head.weight_shard()
+        yield from prefixed("lm_head.", self._head.weight_shards())
         if self.table is not None:
             yield "embed_tokens.weight", self.table.weight_shard()
         if self.config.has_token_map:

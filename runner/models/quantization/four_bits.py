@@ -88,11 +88,12 @@ class FilledWeight:
                 memory.copy_(tensor)
 
     def _move(self, device: torch.device) -> None:
-        self.codes = torch.empty_like(self.codes, device=device)
-        self.scales = torch.empty_like(self.scales, device=device)
-        self.zeros = None if self.zeros is None else torch.empty_like(self.zeros, device=device)
+        """Fill with zeros: the last shard of a head has rows beyond the vocabulary."""
+        self.codes = torch.zeros_like(self.codes, device=device)
+        self.scales = torch.zeros_like(self.scales, device=device)
+        self.zeros = None if self.zeros is None else torch.zeros_like(self.zeros, device=device)
         scales = self.output_scales
-        self.output_scales = None if scales is None else torch.empty_like(scales, device=device)
+        self.output_scales = None if scales is None else torch.zeros_like(scales, device=device)
 
 
 class _Part:
