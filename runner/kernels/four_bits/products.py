@@ -33,6 +33,7 @@ _BLOCK = tl.constexpr(layout.BLOCK)
 _PART = tl.constexpr(layout.PART)
 _TOGETHER = 8  # tiles of rows whose programs share blocks of weights in the cache
 _MOST_SPLITS = 8
+_FEW_ROWS = 64  # of a tile: few other tiles read its weights
 _LEAST_ROWS = 8  # as a product's right operand
 _MOST_ROWS = 256  # more are multiplied with a dequantized weight
 
@@ -212,7 +213,7 @@ def product(x: Tensor, stack: FourBitExperts, bias: Tensor | None = None, tiles:
         TOGETHER=_TOGETHER,
         SPLIT=tiles.splits > 1,
         UNROLL=tiles.unroll,
-        ONCE=tokens <= tiles.rows,
+        ONCE=tiles.rows <= _FEW_ROWS,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **form_options(stack.form, stack.inputs, x.dtype),

@@ -67,7 +67,7 @@ or.b32 d, d, e;
 # $5 and $6: a piece of each word's output, with the E4M3 scales of the four parts. As bfloat16 their bits are 2^-120 of
 # them; twice 2^110 makes it 2^100.
 _E2M1_E4M3 = tl.constexpr(
-    "{.reg .b32 a, b, c, d, e, f, g, h, up, zero;"
+    "{.reg .b32 a, b, c, d, e, f, g, h, up, zero; .reg .b16 el, eh, fl, fh, gl, gh, hl, hh;"
     + _E2M1_PARTS
     + """
 mov.b32 zero, 0x80008000;
@@ -88,13 +88,17 @@ fma.rn.bf16x2 e, e, up, zero;
 fma.rn.bf16x2 f, f, up, zero;
 fma.rn.bf16x2 g, g, up, zero;
 fma.rn.bf16x2 h, h, up, zero;
-prmt.b32 up, e, g, 0x5410;
+mov.b32 {el, eh}, e;
+mov.b32 {fl, fh}, f;
+mov.b32 {gl, gh}, g;
+mov.b32 {hl, hh}, h;
+mov.b32 up, {el, gl};
 fma.rn.bf16x2 $0, a, up, zero;
-prmt.b32 up, f, h, 0x5410;
+mov.b32 up, {fl, hl};
 fma.rn.bf16x2 $1, b, up, zero;
-prmt.b32 up, e, g, 0x7632;
+mov.b32 up, {eh, gh};
 fma.rn.bf16x2 $2, c, up, zero;
-prmt.b32 up, f, h, 0x7632;
+mov.b32 up, {fh, hh};
 fma.rn.bf16x2 $3, d, up, zero;
 }"""
 )
@@ -121,24 +125,21 @@ fma.rn.bf16x2 $3, d, f, zero;
 
 # Two words in $4: eight codes less their zeros, whose bits are in $5 and $6.
 _INT4 = tl.constexpr("""{
-.reg .b32 a, b, c, d, e, one;
+.reg .b32 a, b, c, d, e, one, high;
 mov.b32 one, 0x3F803F80;
+mov.b32 high, 0x43004300;
 shr.b32 a, $5, $7;
 shr.b32 b, $6, $8;
 prmt.b32 e, a, b, 0x5410;
 and.b32 e, e, 0x007F007F;
 or.b32 e, e, 0xC300C300;
-and.b32 a, $4, 0x000F000F;
-or.b32 a, a, 0x43004300;
+lop3.b32 a, $4, 0x000F000F, high, 0xEA;
 shr.b32 b, $4, 4;
-and.b32 b, b, 0x000F000F;
-or.b32 b, b, 0x43004300;
+lop3.b32 b, b, 0x000F000F, high, 0xEA;
 shr.b32 c, $4, 8;
-and.b32 c, c, 0x000F000F;
-or.b32 c, c, 0x43004300;
+lop3.b32 c, c, 0x000F000F, high, 0xEA;
 shr.b32 d, $4, 12;
-and.b32 d, d, 0x000F000F;
-or.b32 d, d, 0x43004300;
+lop3.b32 d, d, 0x000F000F, high, 0xEA;
 fma.rn.bf16x2 $0, a, one, e;
 fma.rn.bf16x2 $1, b, one, e;
 fma.rn.bf16x2 $2, c, one, e;
@@ -147,10 +148,11 @@ fma.rn.bf16x2 $3, d, one, e;
 
 # The same with two groups, and their scales in float16 or bfloat16 in $7 and $8.
 _INT4_HALVES = """{
-.reg .b32 a, b, c, d, e, f, g, h, i, j, one, zero;
-.reg .b16 low, high, half;
+.reg .b32 a, b, c, d, e, f, g, h, i, j, one, high, zero;
+.reg .b16 even, odd;
 .reg .f32 x, y;
 mov.b32 one, 0x3F803F80;
+mov.b32 high, 0x43004300;
 mov.b32 zero, 0x80008000;
 shr.b32 a, $5, $7;
 shr.b32 b, $6, $8;
@@ -160,17 +162,13 @@ and.b32 e, e, 0x007F007F;
 and.b32 f, f, 0x007F007F;
 or.b32 e, e, 0xC300C300;
 or.b32 f, f, 0xC300C300;
-and.b32 a, $4, 0x000F000F;
-or.b32 a, a, 0x43004300;
+lop3.b32 a, $4, 0x000F000F, high, 0xEA;
 shr.b32 b, $4, 4;
-and.b32 b, b, 0x000F000F;
-or.b32 b, b, 0x43004300;
+lop3.b32 b, b, 0x000F000F, high, 0xEA;
 shr.b32 c, $4, 8;
-and.b32 c, c, 0x000F000F;
-or.b32 c, c, 0x43004300;
+lop3.b32 c, c, 0x000F000F, high, 0xEA;
 shr.b32 d, $4, 12;
-and.b32 d, d, 0x000F000F;
-or.b32 d, d, 0x43004300;
+lop3.b32 d, d, 0x000F000F, high, 0xEA;
 fma.rn.bf16x2 a, a, one, e;
 fma.rn.bf16x2 b, b, one, e;
 fma.rn.bf16x2 c, c, one, f;
@@ -192,9 +190,9 @@ fma.rn.bf16x2 $3, d, f, zero;
 def _parts(pair: str, high: str, low: str) -> str:
     """Return code that makes bfloat16 pairs of two float16 numbers, and of what these leave of them."""
     return f"""
-mov.b32 {{low, half}}, {pair};
-cvt.f32.f16 x, low;
-cvt.f32.f16 y, half;
+mov.b32 {{even, odd}}, {pair};
+cvt.f32.f16 x, even;
+cvt.f32.f16 y, odd;
 cvt.rn.bf16x2.f32 {high}, y, x;
 shl.b32 {low}, {high}, 16;
 sub.f32 x, x, {low};
@@ -462,7 +460,7 @@ def products_of_tile(
     SCALE: tl.constexpr,
     ZEROS: tl.constexpr,
     UNROLL: tl.constexpr,  # blocks of inputs in a step
-    ONCE: tl.constexpr,  # no other program reads the tile's words
+    ONCE: tl.constexpr,  # few other programs read the tile's words
     WAITS: tl.constexpr,
     REST: tl.constexpr,
     DOT: tl.constexpr,
