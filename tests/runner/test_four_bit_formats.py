@@ -267,6 +267,7 @@ MODELS = [
     ("qwen3_next", "nvfp4"),
     ("deepseek_v3", "w4a16 32"),
     ("glm4_moe", "awq 32"),
+    ("deepseek_v3", "gptq order"),
 ]
 
 

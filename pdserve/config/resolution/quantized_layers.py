@@ -33,6 +33,7 @@ from pdserve.model.quantization.weight_formats import UNQUANTIZED
 _MEASURED = (9, 0)  # compute capability for which docs/numbers.md has figures
 _FP8_EXPERT_GROUPS = (0, 32, 64, 128)  # inputs that share a scale in the grouped products of experts; 0: all
 _ONE_BY_ONE = "V2 keeps experts that are stored one by one; one tensor has all of a layer"
+_ROTATED = ("q_proj", "q_b_proj", "kv_a_proj_with_mqa")  # projections of latent attention
 _KINDS = "unquantized, FP8, MXFP4, NVFP4 and 4-bit integer weights"
 
 
@@ -53,7 +54,7 @@ class Dequantized(NamedTuple):
 
     reason: str
     parts: tuple[str, ...]  # names of modules
-    count: int  # stored weights
+    num_tensors: int
     num_weights: int
     stored_bytes: int
 
@@ -78,10 +79,10 @@ class KeptLayers(NamedTuple):
     def notes(self, dtype: str, weight_format: str) -> Iterator[str]:
         """Say what is dequantized, why, and what it costs."""
         what = "not quantized" if is_at_load(weight_format) else "dequantized when loaded"
-        for reason, parts, count, num_weights, stored_bytes in self.dequantized:
+        for reason, parts, num_tensors, num_weights, stored_bytes in self.dequantized:
             in_memory = num_weights * DTYPE_BYTES[dtype]
             yield (
-                f"{what}: {', '.join(parts)} ({count} weights): {stored_bytes / 2**30:.2f} GiB stored "
+                f"{what}: {', '.join(parts)} ({num_tensors} weights): {stored_bytes / 2**30:.2f} GiB stored "
                 f"take {in_memory / 2**30:.2f} GiB of memory in {dtype}; {reason}"
             )
 
@@ -125,7 +126,7 @@ def _summary(reason: str, members: list[Member]) -> Dequantized:
     return Dequantized(
         reason=reason,
         parts=tuple(dict.fromkeys(member.part for member in members)),
-        count=len(members),
+        num_tensors=len(members),
         num_weights=sum(member.num_weights for member in members),
         stored_bytes=sum(member.stored_bytes for member in members),
     )
@@ -207,6 +208,8 @@ def _problem(model: ModelConfig, parallel: ParallelConfig, layer: int, part: str
         problem = _rotated_problem(model.latent, model.num_heads, form.rows, part)
         if problem:
             return problem
+    if form.has_order and model.latent is not None and part in _ROTATED:
+        return f"V2 keeps {part} whose groups are of consecutive inputs; its rotated outputs are reordered"
     size = _sliced_inputs(model, parallel, layer, part)
     if size is None or form.kind == "mxfp4":
         return ""

@@ -37,17 +37,18 @@ class LastWeight:
     """The weight that was quantized last: its tensors are loaded one after the other, and it is read once."""
 
     def __init__(self) -> None:
-        self._key: Any = None
-        self._weight: _Quantized | None = None
+        self._last: tuple[Any, _Quantized] | None = None  # replaced as a whole, because threads share it
 
     def quantized(self, source: Any, rows: range, form: LayerForm) -> _Quantized:
         """Return whole rows of a source: inputs of other tensor shards count in the factor of an output."""
         key = id(source), rows
-        if self._key != key or self._weight is None:
-            self._key = self._weight = None
-            self._weight = _quantized(source, rows, form)
-            self._key = key
-        return self._weight
+        last = self._last
+        if last is not None and last[0] == key:
+            return last[1]
+        self._last = last = None  # free its memory
+        weight = _quantized(source, rows, form)
+        self._last = key, weight
+        return weight
 
 
 def four_bits_at_load(name: str, source: Any, form: LayerForm, last: LastWeight) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def _quantized(source: Any, rows: range, form: LayerForm) -> _Quantized:
     height = max(1, _PART // max(1, source.get_shape()[1]))
     starts = range(rows.start, max(rows.stop, rows.start + 1), height)
     parts = [quantize(source[start : min(start + height, rows.stop)].float(), form.group) for start in starts]
-    return _Quantized(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else _Quantized(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _to_int4(weight: Tensor, group: int) -> _Quantized:
