@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from runner.kernels.experts.grouped_mxfp4 import must_wait
 from runner.kernels.experts.grouped_tiles import (
     GroupedRows,
     assignments_of_tile,
@@ -124,6 +125,7 @@ def grouped_product(
         SCALE_PIECES=stack.scales.shape[1],
         ZERO_PIECES=stack.zeros.shape[1],
         HAS_BIAS=bias is not None,
+        WAITS=must_wait(),
         ROWS_PER_TOKEN=count // x.shape[0],
         SORTED=rows.tokens is not None,
         BLOCK_ROWS=rows.tile_rows,

@@ -7,7 +7,7 @@ the device's own library with a dequantized weight, which exists only meanwhile.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.device_limits import processors_of
+from runner.kernels.experts.grouped_mxfp4 import must_wait
 from runner.kernels.four_bits import words as layout
 from runner.kernels.four_bits.unpacking import (
     float_values,
@@ -26,7 +27,7 @@ from runner.kernels.four_bits.unpacking import (
     products_of_tile,
     zero_place,
 )
-from runner.kernels.four_bits.weights import FourBitExperts
+from runner.kernels.four_bits.weights import FourBitExperts, FourBitForm
 
 _WORDS = tl.constexpr(layout.WORDS)
 _BLOCK = tl.constexpr(layout.BLOCK)
@@ -205,21 +206,29 @@ def product(x: Tensor, stack: FourBitExperts, bias: Tensor | None = None, tiles:
         stack.arrived,
         tokens,
         tiles.splits,
-        IN=stack.inputs,
-        OUT=stack.outputs,
         HAS_BIAS=bias is not None,
-        BLOCK_ROWS=tiles.rows,
-        BLOCK_OUT=tiles.outputs,
-        TOGETHER=_TOGETHER,
-        SPLIT=tiles.splits > 1,
-        UNROLL=tiles.unroll,
-        ONCE=tiles.rows <= _FEW_ROWS,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **form_options(stack.form, stack.inputs, x.dtype),
+        WAITS=must_wait(),
+        **kernel_options(stack.form, stack.outputs, stack.inputs, x.dtype, tiles),
         **pdl_options(y),
     )
     return y
+
+
+def kernel_options(form: FourBitForm, outputs: int, inputs: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
+    """Return the constants and launch options of a product that is cut as ``tiles`` say."""
+    return {
+        "IN": inputs,
+        "OUT": outputs,
+        "BLOCK_ROWS": tiles.rows,
+        "BLOCK_OUT": tiles.outputs,
+        "TOGETHER": _TOGETHER,
+        "SPLIT": tiles.splits > 1,
+        "UNROLL": tiles.unroll,
+        "ONCE": tiles.rows <= _FEW_ROWS,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **form_options(form, inputs, dtype),
+    }
 
 
 def choose_tiles(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, processors: int) -> Tiles | None:

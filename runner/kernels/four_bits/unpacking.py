@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runner.kernels.experts.grouped_mxfp4 import must_wait, wait_for_products
+from runner.kernels.experts.grouped_mxfp4 import wait_for_products
 from runner.kernels.experts.grouped_tiles import DOT
 from runner.kernels.four_bits import words as layout
 
@@ -543,7 +543,6 @@ def form_options(form: FourBitForm, inputs: int, dtype: torch.dtype) -> dict[str
         "WIDTH": layout.PIECE if form.has_pairs(inputs) else form.scale_dtype.itemsize,
         "SCALE": SCALE_NAMES[form.scale_dtype],
         "ZEROS": zeros,
-        "WAITS": must_wait(),
         "REST": REST.get(form.scale_dtype, 1.0) if dtype == torch.bfloat16 and not interpreted else 1.0,
         "DOT": tl.float32 if interpreted else DOT[dtype],
     }
