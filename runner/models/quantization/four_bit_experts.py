@@ -13,7 +13,7 @@ from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.kernels.four_bits.weights import FourBitExperts
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard, LayerOptions
-from runner.models.quantization.four_bits import FilledWeight, kernel_form
+from runner.models.quantization.four_bits import FilledTensors, FilledWeight, kernel_form
 from runner.placement import TensorPlacement
 
 
@@ -72,31 +72,46 @@ class FourBitExpertsMethod(ExpertsMethod):
 
 
 class _Stack:
-    """One of the two weights [outputs, inputs] of all experts."""
+    """One of the two weights [outputs, inputs] of all experts. While they are filled, their outputs are in one memory."""
 
     def __init__(self, experts: int, outputs: int, inputs: int, form: LayerForm, placement: TensorPlacement) -> None:
         device = placement.device
-        self._filled = [FilledWeight(outputs, inputs, form, device) for _ in range(experts)]
+        self._filled = FilledWeight(experts * outputs, inputs, form, device)
         use_triton = placement.use_triton
         self.weights = FourBitExperts(
             experts, outputs, inputs, kernel_form(form, inputs), device, use_triton=use_triton
         )
+        self._rows = [slice(expert * outputs, (expert + 1) * outputs) for expert in range(experts)]
         self._is_packed = False
 
     def shards(self, name: str, index: int, first: int, outputs: ShardRange, inputs: ShardRange) -> WeightShards:
-        return self._filled[index].shards(name, first, outputs, inputs, None, self.unpack)
+        """Yield one projection of an expert, whose outputs begin at ``first``."""
+        return self._filled.shards(name, self._rows[index].start + first, outputs, inputs, None, self.unpack)
 
     def pack(self) -> None:
-        for index, filled in enumerate(self._filled):
-            if not filled.is_empty:
-                self.weights.pack(index, *filled.tensors)
-                filled.drop()
-                self._is_packed = True
+        if self._filled.is_empty:
+            return
+        for index, rows in enumerate(self._rows):
+            self.weights.pack(index, *_of_rows(self._filled.tensors, rows))
+        self._filled.drop()
+        self._is_packed = True
 
     def unpack(self) -> None:
         """Undo ``pack``."""
-        for index, filled in enumerate(self._filled):
-            if filled.is_empty:
-                filled.allocate()
-                if self._is_packed:
-                    filled.copy_(self.weights.unpack(index))
+        if not self._filled.is_empty:
+            return
+        self._filled.allocate()
+        for index, rows in enumerate(self._rows if self._is_packed else ()):
+            for memory, tensor in zip(self._filled.tensors, self.weights.unpack(index), strict=True):
+                if memory is not None and tensor is not None:
+                    memory[rows] = tensor
+
+
+def _of_rows(tensors: FilledTensors, rows: slice) -> FilledTensors:
+    codes, scales, zeros, output_scales = tensors
+    return (
+        codes[rows],
+        scales[rows],
+        None if zeros is None else zeros[rows],
+        None if output_scales is None else output_scales[rows],
+    )

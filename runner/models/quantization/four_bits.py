@@ -26,6 +26,9 @@ _SCALE_DTYPES = {
     "F32": torch.float32,
 }
 
+#: Codes, scales, zeros and output scales.
+FilledTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
 
 def kernel_form(form: LayerForm, inputs: int) -> FourBitForm:
     """Return the form of a weight with ``inputs`` on this rank, as the kernels describe it."""
@@ -71,8 +74,7 @@ class FilledWeight:
         return self.codes.is_meta
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Codes, scales, zeros and output scales."""
+    def tensors(self) -> FilledTensors:
         return self.codes, self.scales, self.zeros, self.output_scales
 
     def allocate(self) -> None:
