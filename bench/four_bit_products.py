@@ -96,7 +96,7 @@ class Task(NamedTuple):
 
 
 def random_stack(form: FourBitForm, experts: int, outputs: int, inputs: int) -> FourBitExperts:
-    stack = FourBitExperts(experts, outputs, inputs, form, DEVICE)
+    stack = FourBitExperts(experts, outputs, inputs, form, DEVICE, use_triton=True)
     for expert in range(experts):
         stack.pack(expert, *random_stored(form, outputs, inputs, expert, DEVICE))
     return stack
@@ -142,7 +142,7 @@ def checked_form(name: str, inputs: int) -> FourBitForm:
 def check_linear(name: str, checks: Checks, outputs: int, inputs: int) -> None:
     form = checked_form(name, inputs)
     stored = random_stored(form, outputs, inputs, 7, DEVICE)
-    stack = FourBitExperts(1, outputs, inputs, form, DEVICE)
+    stack = FourBitExperts(1, outputs, inputs, form, DEVICE, use_triton=True)
     stack.pack(0, *stored)
     label = f"{name} {outputs} x {inputs}"
     for before, after in zip(stored, stack.unpack(0), strict=True):
@@ -201,7 +201,7 @@ def compile_task(task: Task) -> str:
         key = task.experts, task.form, task.shape
         if key not in _stacks:
             count = 1 if not task.experts else 2
-            _stacks[key] = FourBitExperts(count, outputs, inputs, FORMS[task.form], DEVICE)
+            _stacks[key] = FourBitExperts(count, outputs, inputs, FORMS[task.form], DEVICE, use_triton=True)
         stack = _stacks[key]
         for tokens in (1, 8) if task.tiles.rows == 8 else (task.tiles.rows,):
             if task.experts:
@@ -350,7 +350,7 @@ def dequantized_product(x: Tensor, stack: FourBitExperts) -> Tensor:
 
 def copy_of(stack: FourBitExperts) -> FourBitExperts:
     experts, _, outputs, _ = stack.words.shape
-    copy = FourBitExperts(experts, outputs, stack.inputs, stack.form, DEVICE)
+    copy = FourBitExperts(experts, outputs, stack.inputs, stack.form, DEVICE, use_triton=True)
     for name in ("words", "scales", "zeros", "output_scales"):
         getattr(copy, name).copy_(getattr(stack, name))
     return copy

@@ -130,7 +130,7 @@ def routing_of(tokens: int, experts: int) -> Routing:
 def test_products_of_experts(form: FourBitForm, tokens: int, local: range) -> None:
     outputs = 40
     inputs = 128
-    stack = FourBitExperts(len(local), outputs, inputs, form, CPU)
+    stack = FourBitExperts(len(local), outputs, inputs, form, CPU, use_triton=True)
     expected = list[Tensor]()
     for index in range(len(local)):
         stored = random_stored(form, outputs, inputs, index)

@@ -56,7 +56,7 @@ def test_products_of_experts(form: FourBitForm, tokens: int) -> None:
     outputs = 1536
     inputs = 2048
     experts = 32
-    stack = FourBitExperts(experts, outputs, inputs, form, DEVICE)
+    stack = FourBitExperts(experts, outputs, inputs, form, DEVICE, use_triton=True)
     plain = torch.empty(experts, outputs, inputs, device=DEVICE)
     for expert in range(experts):
         stored = random_stored(form, outputs, inputs, expert, DEVICE)

@@ -30,6 +30,19 @@ if TYPE_CHECKING:
 class FourBitExperts(FourBitStack):
     """The weights [outputs, inputs] of a layer's experts on this rank, with their products by Triton."""
 
+    def __init__(
+        self,
+        experts: int,
+        outputs: int,
+        inputs: int,
+        form: FourBitForm,
+        device: torch.device,
+        *,
+        use_triton: bool = False,
+    ) -> None:
+        super().__init__(experts, outputs, inputs, form, device)
+        self._use_triton = use_triton
+
     def rows_of_experts(self, experts: Tensor, local: range) -> GroupedRows:
         """Return the rows of ``product`` of experts [tokens, top_k] int32; ``local`` are this rank's experts."""
         from runner.kernels.four_bits.grouped import rows_of_experts
@@ -41,6 +54,7 @@ class FourBitExperts(FourBitStack):
 
         x is [tokens, inputs], or [tokens * top_k, inputs] with a row per assignment; bias [experts, outputs].
         """
+        assert self._use_triton, "without Triton, experts are dequantized"
         from runner.kernels.four_bits.grouped import grouped_product
 
         return grouped_product(x, self, rows, bias)
