@@ -17,8 +17,9 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from runner.kernels.experts.grouped_gemm import grouped_gemm
 from runner.kernels.experts.grouped_tiles import GroupedRows, group_rows
 from runner.kernels.four_bits import grouped, products
 from runner.kernels.four_bits.products import Tiles
-from runner.kernels.four_bits.weights import FourBitExperts, FourBitForm
+from runner.kernels.four_bits.stack import FourBitForm
+from runner.kernels.four_bits.weights import FourBitExperts
 
 BYTES_PER_SECOND = 4.8e12  # an H200's memory, by its datasheet
 CACHE_BYTES = 160 << 20  # weights of a graph; more than twice the L2 cache
@@ -144,7 +146,7 @@ def check_linear(name: str, checks: Checks, outputs: int, inputs: int) -> None:
     stack.pack(0, *stored)
     label = f"{name} {outputs} x {inputs}"
     for before, after in zip(stored, stack.unpack(0), strict=True):
-        if before is not None and before.flatten().tolist() != after.flatten().tolist():
+        if before is not None and after is not None and before.flatten().tolist() != after.flatten().tolist():
             checks.wrong.append(f"{label}: a weight is not unpacked as it was")
     weight = plain_weight(form, stored)
     rounded = weight.to(torch.bfloat16)
@@ -157,17 +159,17 @@ def check_linear(name: str, checks: Checks, outputs: int, inputs: int) -> None:
         expected = x.double() @ weight.t() + bias.double()
         usual = relative_error(F.linear(x, rounded, bias), expected)
         cut = tuple(tiles) if tiles else "chosen"
-        checks.product(
-            f"{label} rows {rows} {cut}", lambda x=x, t=tiles: products.product(x, stack, bias, t), expected, usual
-        )
+        checks.product(f"{label} rows {rows} {cut}", partial(products.product, x, stack, bias, tiles), expected, usual)
     half = torch.randn(20, inputs, device=DEVICE).half()
     expected = half.double() @ weight.t()
     usual = relative_error(half @ weight.t().half(), expected)
-    checks.product(f"{label} float16", lambda: products.product(half, stack), expected, usual)
+    checks.product(f"{label} float16", partial(products.product, half, stack), expected, usual)
 
 
 def check_experts(name: str, checks: Checks) -> None:
-    experts, outputs, inputs = 6, 136, 256
+    experts = 6
+    outputs = 136
+    inputs = 256
     form = checked_form(name, inputs)
     stack = random_stack(form, experts, outputs, inputs)
     stored = [random_stored(form, outputs, inputs, expert, DEVICE) for expert in range(experts)]
@@ -183,7 +185,7 @@ def check_experts(name: str, checks: Checks) -> None:
         usual = torch.einsum("ai,aoi->ao", repeated.float(), weight[at].bfloat16().float()) + bias[at].float()
         checks.product(
             f"{name} experts, {tokens} tokens in tiles of {rows.tile_rows}",
-            lambda x=x, r=rows: stack.product(x, r, bias),
+            partial(stack.product, x, rows, bias),
             expected,
             relative_error(usual.bfloat16(), expected),
         )
@@ -226,7 +228,7 @@ def rows_in_tiles(experts: Tensor, count: int, tile_rows: int) -> GroupedRows:
     return group_rows(experts, range(count), tile_rows, tile_rows)
 
 
-def time_of(launches: list[Callable[[], Any]], repeats: int = 5) -> float:
+def time_of(launches: Sequence[Callable[[], Any]], repeats: int = 5) -> float:
     """Return the seconds of a launch, when all run one after the other in a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -260,7 +262,7 @@ class Sweep:
     def has_time(self) -> bool:
         return time.monotonic() < self.deadline
 
-    def measure(self, launches: list[Callable[[], Any]], **facts: Any) -> float:
+    def measure(self, launches: Sequence[Callable[[], Any]], **facts: Any) -> float:
         try:
             seconds = time_of(launches)
             facts["us"] = round(seconds * 1e6, 2)
@@ -278,7 +280,7 @@ class Sweep:
         inputs_of = {rows: torch.randn(rows, inputs, device=DEVICE).to(torch.bfloat16) for rows in row_counts}
         for rows, x in inputs_of.items():
             weights = plain[:2] if rows > 1000 else plain
-            self.measure([lambda w=w, x=x: F.linear(x, w) for w in weights], layer=name, rows=rows, form="bfloat16")
+            self.measure([partial(F.linear, x, weight) for weight in weights], layer=name, rows=rows, form="bfloat16")
         del plain
         for form_name, form in FORMS.items():
             stack = random_stack(form, 1, outputs, inputs)
@@ -297,9 +299,9 @@ class Sweep:
                         continue
                     used = stacks[:2] if rows > 1000 else stacks
                     if tiles is None:
-                        launches = [lambda s=s, x=x: F.linear(x, products.dequantize(s, 0, x.dtype)) for s in used]
+                        launches = [partial(dequantized_product, x, part) for part in used]
                     else:
-                        launches = [lambda s=s, x=x, t=tiles: products.product(x, s, None, t) for s in used]
+                        launches = [partial(products.product, x, part, None, tiles) for part in used]
                     self.measure(launches, **facts)
 
     def experts(self, name: str, shape: tuple[int, int], row_counts: tuple[int, ...]) -> None:
@@ -316,7 +318,7 @@ class Sweep:
             ]
             xs[rows] = torch.randn(rows * expert_rows(outputs), inputs, device=DEVICE).to(torch.bfloat16)
             tiles_of = [group_rows(route, range(NUM_EXPERTS)) for route in routes[rows]]
-            launches = [lambda r=r, x=xs[rows], w=plain: grouped_gemm(x, w, r) for r in tiles_of]
+            launches = [partial(grouped_gemm, xs[rows], plain, part) for part in tiles_of]
             self.measure(launches, layer=f"experts {name}", rows=rows, form="bfloat16")
         del plain
         for form_name, form in FORMS.items():
@@ -337,10 +339,13 @@ class Sweep:
                             self.cells.append({**facts, "problem": problem})
                             continue
                         launches = [
-                            lambda r=r, x=xs[rows], t=tiles, s=stack: grouped.grouped_product(x, s, r, None, t)
-                            for r in row_tiles
+                            partial(grouped.grouped_product, xs[rows], stack, part, None, tiles) for part in row_tiles
                         ]
                         self.measure(launches, **facts)
+
+
+def dequantized_product(x: Tensor, stack: FourBitExperts) -> Tensor:
+    return F.linear(x, products.dequantize(stack, 0, x.dtype))
 
 
 def copy_of(stack: FourBitExperts) -> FourBitExperts:
@@ -389,7 +394,7 @@ def summary(cells: list[dict[str, Any]]) -> list[str]:
     for layer, rows in dict.fromkeys((cell["layer"], cell["rows"]) for cell in cells):
         line = f"{layer:<15}{rows:>4} {best.get((layer, rows, 'bfloat16'), {}).get('us', 0):>9} |"
         for form in FORMS:
-            cell = best.get((layer, rows, form))
+            cell = best.get((layer, rows, form), {})
             if cell:
                 share = cell["bytes"] / BYTES_PER_SECOND / (cell["us"] * 1e-6)
                 tiles = "scratch" if cell["tiles"] is None else ",".join(map(str, cell["tiles"]))

@@ -15,7 +15,8 @@ from runner.kernels.experts.expert_reference import choose_experts
 from runner.kernels.four_bits import products
 from runner.kernels.four_bits.grouped import grouped_product
 from runner.kernels.four_bits.products import Tiles
-from runner.kernels.four_bits.weights import FourBitExperts, FourBitForm, FourBitWeight, form_problem
+from runner.kernels.four_bits.stack import FourBitForm, form_problem
+from runner.kernels.four_bits.weights import FourBitExperts, FourBitWeight
 
 CPU = torch.device("cpu")
 
@@ -127,7 +128,8 @@ def routing_of(tokens: int, experts: int) -> Routing:
 @pytest.mark.parametrize("form", [NVFP4, AWQ])
 @pytest.mark.parametrize(("tokens", "local"), [(1, range(6)), (20, range(2, 5))])
 def test_products_of_experts(form: FourBitForm, tokens: int, local: range) -> None:
-    outputs, inputs = 40, 128
+    outputs = 40
+    inputs = 128
     stack = FourBitExperts(len(local), outputs, inputs, form, CPU, use_triton=True)
     expected = list[Tensor]()
     for index in range(len(local)):

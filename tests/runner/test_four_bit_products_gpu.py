@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from four_bit_weights import AWQ, GROUPED, NVFP4, channel, plain_weight, random_stored, relative_error
 
-from runner.kernels.four_bits.weights import FourBitExperts, FourBitForm, FourBitWeight
+from runner.kernels.four_bits.stack import FourBitForm
+from runner.kernels.four_bits.weights import FourBitExperts, FourBitWeight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +53,9 @@ def test_products_of_real_sizes(form: FourBitForm, outputs: int, inputs: int) ->
 @pytest.mark.parametrize("form", [NVFP4, AWQ], ids=str)
 @pytest.mark.parametrize("tokens", [1, 8, 64, 256, 1024])
 def test_products_of_experts(form: FourBitForm, tokens: int) -> None:
-    outputs, inputs, experts = 1536, 2048, 32
+    outputs = 1536
+    inputs = 2048
+    experts = 32
     stack = FourBitExperts(experts, outputs, inputs, form, DEVICE, use_triton=True)
     plain = torch.empty(experts, outputs, inputs, device=DEVICE)
     for expert in range(experts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runner.kernels.four_bits.weights import FourBitForm, Stored
+from runner.kernels.four_bits.stack import FourBitForm, Stored
 
 E4M3 = torch.float8_e4m3fn
 NVFP4 = FourBitForm("e2m1", 16, False, E4M3)

@@ -18,8 +18,8 @@ from runner.kernels.experts.grouped_tiles import (
 )
 from runner.kernels.four_bits import words as layout
 from runner.kernels.four_bits.products import Tiles
+from runner.kernels.four_bits.stack import FourBitStack
 from runner.kernels.four_bits.unpacking import form_options, products_of_tile
-from runner.kernels.four_bits.weights import FourBitExperts
 
 _WORDS = tl.constexpr(layout.WORDS)
 _LEAST_ROWS = 8  # least rows of a tile, as a product's right operand
@@ -96,7 +96,7 @@ def rows_of_experts(experts: Tensor, local: range) -> GroupedRows:
 
 
 def grouped_product(
-    x: Tensor, stack: FourBitExperts, rows: GroupedRows, bias: Tensor | None = None, tiles: Tiles | None = None
+    x: Tensor, stack: FourBitStack, rows: GroupedRows, bias: Tensor | None = None, tiles: Tiles | None = None
 ) -> Tensor:
     """Return the product of each assignment, as ``FourBitExperts.product``; ``tiles`` None: of ``choose_tiles``."""
     assert x.is_contiguous()

@@ -19,6 +19,7 @@ from runner.kernels.dependent_launch import pdl_options, wait_for_predecessor
 from runner.kernels.device_limits import processors_of
 from runner.kernels.experts.grouped_mxfp4 import must_wait
 from runner.kernels.four_bits import words as layout
+from runner.kernels.four_bits.stack import FourBitForm, FourBitStack
 from runner.kernels.four_bits.unpacking import (
     float_values,
     form_options,
@@ -27,14 +28,13 @@ from runner.kernels.four_bits.unpacking import (
     products_of_tile,
     zero_place,
 )
-from runner.kernels.four_bits.weights import FourBitExperts, FourBitForm
 
 _WORDS = tl.constexpr(layout.WORDS)
 _BLOCK = tl.constexpr(layout.BLOCK)
 _PART = tl.constexpr(layout.PART)
 _TOGETHER = 8  # tiles of rows whose programs share blocks of weights in the cache
 _MOST_SPLITS = 8
-_FEW_ROWS = 64  # of a tile: few other tiles read its weights
+_FEW_ROWS = 64  # least rows of a tile whose weights many other tiles read
 _LEAST_ROWS = 8  # as a product's right operand
 _MOST_ROWS = 256  # more are multiplied with a dequantized weight
 
@@ -154,7 +154,7 @@ def _dequantize_kernel(
             tl.store(weight_at, values.to(weight.dtype.element_ty), mask=inside[:, None] & (column < IN)[None, :])
 
 
-def dequantize(stack: FourBitExperts, expert: int, dtype: torch.dtype) -> Tensor:
+def dequantize(stack: FourBitStack, expert: int, dtype: torch.dtype) -> Tensor:
     """Return a weight [outputs, inputs] in ``dtype``, rounded once from float32."""
     weight = torch.empty(stack.outputs, stack.inputs, dtype=dtype, device=stack.words.device)
     options = form_options(stack.form, stack.inputs, dtype)
@@ -177,7 +177,7 @@ def dequantize(stack: FourBitExperts, expert: int, dtype: torch.dtype) -> Tensor
     return weight
 
 
-def product(x: Tensor, stack: FourBitExperts, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+def product(x: Tensor, stack: FourBitStack, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
     """Return [tokens, outputs] of x [tokens, inputs], in its dtype; ``tiles`` None: those of ``choose_tiles``."""
     tokens = x.shape[0]
     if tiles is None:

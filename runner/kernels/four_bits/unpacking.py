@@ -12,7 +12,7 @@ the interpreter, each value is computed in float32 and rounded once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -21,9 +21,7 @@ import triton.language as tl
 from runner.kernels.experts.grouped_mxfp4 import wait_for_products
 from runner.kernels.experts.grouped_tiles import DOT
 from runner.kernels.four_bits import words as layout
-
-if TYPE_CHECKING:
-    from runner.kernels.four_bits.weights import FourBitForm
+from runner.kernels.four_bits.stack import FourBitForm
 
 _ALL = 1 << 30  # inputs of a group that holds all
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
@@ -146,7 +144,7 @@ fma.rn.bf16x2 $2, c, one, e;
 fma.rn.bf16x2 $3, d, one, e;
 }""")
 
-# The same with two groups, and their scales in float16 or bfloat16 in $7 and $8.
+# Codes less zeros as above, in two groups; $9 and $10 have the groups' scales in float16 or bfloat16.
 _INT4_HALVES = """{
 .reg .b32 a, b, c, d, e, f, g, h, i, j, one, high, zero;
 .reg .b16 even, odd;
@@ -468,7 +466,7 @@ def products_of_tile(
     """Return sums [outputs, rows] float32 over a part of the inputs, scaled. Blocks are those of ``words.py``."""
     BLOCKS: tl.constexpr = (IN + _BLOCK - 1) // _BLOCK
     STEPS: tl.constexpr = IN // _BLOCK // UNROLL
-    SCALES_SUMS: tl.constexpr = GROUP >= _BLOCK and GROUP < IN  # of groups; with one group, the total
+    SCALES_SUMS: tl.constexpr = GROUP >= _BLOCK and GROUP < IN  # a single group's is scaled as the total
     TOGETHER: tl.constexpr = _blocks_together(GROUP, IN, UNROLL)
     inside = out < OUT
     column = tl.arange(0, _BLOCK)

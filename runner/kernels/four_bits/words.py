@@ -66,8 +66,11 @@ def separate_codes(words: Tensor, inputs: int, e2m1: bool) -> Tensor:
     """Return the codes [outputs, inputs] uint8 of words, each in the low four bits."""
     bits = words.int()
     if e2m1:
-        a, b, c, d = bits >> 6, bits >> 3, bits, bits >> 9
-        parts = a >> 6 & 8 | a & 7, b >> 6 & 8 | b & 7, c >> 6 & 8 | c & 7, d >> 2 & 8 | d & 6 | d >> 4 & 1
+        first = bits >> 12 & 8 | bits >> 6 & 7
+        second = bits >> 9 & 8 | bits >> 3 & 7
+        third = bits >> 6 & 8 | bits & 7
+        fourth = bits >> 11 & 8 | bits >> 9 & 6 | bits >> 13 & 1
+        parts = first, second, third, fourth
     else:
         parts = bits & 15, bits >> 4 & 15, bits >> 8 & 15, bits >> 12 & 15
     return torch.stack(parts, 2).to(torch.uint8).transpose(0, 1).flatten(1)[:, :inputs]
