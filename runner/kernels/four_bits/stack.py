@@ -17,6 +17,7 @@ _SCALE_DTYPES = {
     "e2m1": (torch.float8_e4m3fn, torch.uint8),
     "int4": (torch.float16, torch.bfloat16, torch.float32),
 }
+_TOGETHER = 1 << 26  # weights of several experts that are packed at a time
 
 
 class FourBitForm(NamedTuple):
@@ -111,32 +112,61 @@ class FourBitStack:
         self, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None, output_scales: Tensor | None
     ) -> None:
         """Store an expert's weight, given as ``Stored`` describes, on any device. Raises CheckpointError."""
-        assert codes.shape == (self.outputs, self.inputs // 2)
-        assert scales.shape == (self.outputs, self.groups)
+        self._pack(expert, 1, codes, scales, zeros, output_scales)
+
+    def pack_all(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, output_scales: Tensor | None) -> None:
+        """Store the weights of all experts, whose outputs follow each other in each tensor. Raises CheckpointError."""
+        together = max(1, _TOGETHER // max(1, self.outputs * self.inputs))
+        for first in range(0, len(self.words), together):
+            count = min(together, len(self.words) - first)
+            rows = slice(first * self.outputs, (first + count) * self.outputs)
+            self._pack(
+                first,
+                count,
+                codes[rows],
+                scales[rows],
+                None if zeros is None else zeros[rows],
+                None if output_scales is None else output_scales[rows],
+            )
+
+    def _pack(
+        self,
+        first: int,
+        count: int,
+        codes: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None,
+        output_scales: Tensor | None,
+    ) -> None:
+        """Store ``count`` experts from ``first`` on."""
+        outputs = count * self.outputs
+        assert codes.shape == (outputs, self.inputs // 2)
+        assert scales.shape == (outputs, self.groups)
         assert scales.dtype == self.form.scale_dtype
         assert (zeros is not None) == self.form.has_zeros
+        experts = slice(first, first + count)
+        shape = count, self.outputs
         device = self.words.device
         scales = scales.to(device)
         if self.form.is_e2m1:
             _check_scales(scales)
         if scales.dtype == torch.uint8:
             scales = scales + layout.E8M0_SHIFT
-        self.words[expert] = layout.pack_codes(codes.to(device), self.form.is_e2m1)
+        words = layout.pack_codes(codes.to(device), self.form.is_e2m1)
+        self.words[experts] = words.unflatten(1, shape).transpose(0, 1)
         if zeros is not None:
             assert zeros.shape == scales.shape
             _check_zeros(zeros)
             zeros = zeros.to(device, torch.uint8)
         if self.form.has_pairs(self.inputs):
-            self.scales[expert] = layout.pack_pairs(scales, _ZERO if zeros is None else zeros)
+            pairs = layout.pack_pairs(scales, _ZERO if zeros is None else zeros)
+            self.scales[experts] = pairs.unflatten(1, shape).transpose(0, 1)
         else:
-            self.scales[expert] = layout.pack_pieces(scales)
+            self.scales[experts] = layout.pack_pieces(scales).unflatten(1, shape).transpose(0, 1)
             if zeros is not None:
-                self.zeros[expert] = layout.pack_pieces(zeros)
-        self._has_output_scales[expert] = output_scales is not None
-        if output_scales is None:
-            self.output_scales[expert] = 1.0
-        else:
-            self.output_scales[expert] = output_scales
+                self.zeros[experts] = layout.pack_pieces(zeros).unflatten(1, shape).transpose(0, 1)
+        self._has_output_scales[experts] = [output_scales is not None] * count
+        self.output_scales[experts] = 1.0 if output_scales is None else output_scales.view(shape).to(device)
 
     def unpack(self, expert: int) -> Stored:
         """Return what ``pack`` has stored."""

@@ -13,7 +13,7 @@ from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.kernels.four_bits.weights import FourBitExperts
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.models.quantization import ExpertsMethod, ExpertsShard, LayerOptions
-from runner.models.quantization.four_bits import FilledTensors, FilledWeight, kernel_form
+from runner.models.quantization.four_bits import FilledWeight, kernel_form
 from runner.placement import TensorPlacement
 
 
@@ -72,7 +72,7 @@ class FourBitExpertsMethod(ExpertsMethod):
 
 
 class _Stack:
-    """One of the two weights [outputs, inputs] of all experts. While they are filled, their outputs are in one memory."""
+    """One of the two weights [outputs, inputs] of all experts. They are filled in one memory."""
 
     def __init__(self, experts: int, outputs: int, inputs: int, form: LayerForm, placement: TensorPlacement) -> None:
         device = placement.device
@@ -91,8 +91,7 @@ class _Stack:
     def pack(self) -> None:
         if self._filled.is_empty:
             return
-        for index, rows in enumerate(self._rows):
-            self.weights.pack(index, *_of_rows(self._filled.tensors, rows))
+        self.weights.pack_all(*self._filled.tensors)
         self._filled.drop()
         self._is_packed = True
 
@@ -105,13 +104,3 @@ class _Stack:
             for memory, tensor in zip(self._filled.tensors, self.weights.unpack(index), strict=True):
                 if memory is not None and tensor is not None:
                     memory[rows] = tensor
-
-
-def _of_rows(tensors: FilledTensors, rows: slice) -> FilledTensors:
-    codes, scales, zeros, output_scales = tensors
-    return (
-        codes[rows],
-        scales[rows],
-        None if zeros is None else zeros[rows],
-        None if output_scales is None else output_scales[rows],
-    )
