@@ -17,7 +17,7 @@ _SCALE_DTYPES = {
     "e2m1": (torch.float8_e4m3fn, torch.uint8),
     "int4": (torch.float16, torch.bfloat16, torch.float32),
 }
-_TOGETHER = 1 << 26  # weights of several experts that are packed at a time
+_TOGETHER = 1 << 26  # weights of several experts that a GPU packs at a time; a CPU's cache holds those of one
 
 
 class FourBitForm(NamedTuple):
@@ -116,7 +116,8 @@ class FourBitStack:
 
     def pack_all(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, output_scales: Tensor | None) -> None:
         """Store the weights of all experts, whose outputs follow each other in each tensor. Raises CheckpointError."""
-        together = max(1, _TOGETHER // max(1, self.outputs * self.inputs))
+        most = 1 if self.words.device.type == "cpu" else _TOGETHER
+        together = max(1, most // max(1, self.outputs * self.inputs))
         for first in range(0, len(self.words), together):
             count = min(together, len(self.words) - first)
             rows = slice(first * self.outputs, (first + count) * self.outputs)
