@@ -30,6 +30,7 @@ _WORDS = tl.constexpr(layout.WORDS)
 _BLOCK = tl.constexpr(layout.BLOCK)
 _PART = tl.constexpr(layout.PART)
 _PIECE = tl.constexpr(layout.PIECE)
+_FEW_ROWS = tl.constexpr(64)
 _E2M1_UP = tl.constexpr(2.0**126)
 _E4M3_UP = tl.constexpr(2.0**120)
 _E8M0_UP = tl.constexpr(2.0**-layout.E8M0_SHIFT)
@@ -217,6 +218,55 @@ fma.rn.bf16x2 $3, d, i, e;
 )
 
 
+# The low half of $5 and $6 has the scale of a word's output, the high half its zero.
+_INT4_PAIRS = """{
+.reg .b32 a, b, c, d, e, f, g, h, one, high, zero;
+.reg .b16 even, odd;
+.reg .f32 x, y;
+mov.b32 one, 0x3F803F80;
+mov.b32 high, 0x43004300;
+mov.b32 zero, 0x80008000;
+prmt.b32 e, $5, $6, 0x7632;
+and.b32 e, e, 0x007F007F;
+or.b32 e, e, 0xC300C300;
+lop3.b32 a, $4, 0x000F000F, high, 0xEA;
+shr.b32 b, $4, 4;
+lop3.b32 b, b, 0x000F000F, high, 0xEA;
+shr.b32 c, $4, 8;
+lop3.b32 c, c, 0x000F000F, high, 0xEA;
+shr.b32 d, $4, 12;
+lop3.b32 d, d, 0x000F000F, high, 0xEA;
+fma.rn.bf16x2 a, a, one, e;
+fma.rn.bf16x2 b, b, one, e;
+fma.rn.bf16x2 c, c, one, e;
+fma.rn.bf16x2 d, d, one, e;
+prmt.b32 f, $5, $6, 0x5410;
+"""
+_INT4_PAIRS_BFLOAT16 = tl.constexpr(
+    _INT4_PAIRS
+    + """
+fma.rn.bf16x2 $0, a, f, zero;
+fma.rn.bf16x2 $1, b, f, zero;
+fma.rn.bf16x2 $2, c, f, zero;
+fma.rn.bf16x2 $3, d, f, zero;
+}"""
+)
+_INT4_PAIRS_FLOAT16 = tl.constexpr(
+    _INT4_PAIRS
+    + _parts("f", "g", "h")
+    + """
+fma.rn.bf16x2 e, a, h, zero;
+fma.rn.bf16x2 $0, a, g, e;
+fma.rn.bf16x2 e, b, h, zero;
+fma.rn.bf16x2 $1, b, g, e;
+fma.rn.bf16x2 e, c, h, zero;
+fma.rn.bf16x2 $2, c, g, e;
+fma.rn.bf16x2 e, d, h, zero;
+fma.rn.bf16x2 $3, d, g, e;
+}"""
+)
+
+
 @triton.jit
 def scale_values(bits, SCALE: tl.constexpr):
     """Return float32 scales of the low bits of int32 numbers."""
@@ -299,11 +349,9 @@ def _unpack_pairs(
     E2M1: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Return the four values of each word in bfloat16, as the module says, without REST's factor.
-
-    Those of groups of a block and more are not scaled.
-    """
+    """Return the four values of each word in bfloat16, as the module says, without REST's factor."""
     if E2M1 and SCALE == "e8m0":
         a, b, c, d = tl.inline_asm_elementwise(
             _E2M1_E8M0,
@@ -328,6 +376,16 @@ def _unpack_pairs(
             CODE,
             "=r,=r,=r,=r,r,r,r,r,r,r,r",
             [words, _spread(zeros, words), zeros_place, _spread(scales, words)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif SCALED:
+        CODE: tl.constexpr = _INT4_PAIRS_BFLOAT16 if SCALE == "bfloat16" else _INT4_PAIRS_FLOAT16
+        a, b, c, d = tl.inline_asm_elementwise(
+            CODE,
+            "=r,=r,=r,=r,r,r,r",
+            [words, _spread(scales, words)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -400,22 +458,23 @@ def _add_block(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
+    SCALED: tl.constexpr,
     ONCE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Add the products of a block of inputs, scaled only if it has several groups."""
+    """Add the products of a block of inputs, of weights with their scales if SCALED."""
     BLOCK_OUT: tl.constexpr = total.shape[0]
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     words = tl.load(words_at + block * (OUT * _WORDS), mask=inside[:, None], other=0, eviction_policy=POLICY)
     if DOT == _BFLOAT16:
-        a, b, c, d = _unpack_pairs(words, scales, zeros, scales_place, zeros_place, E2M1, GROUP, SCALE)
+        a, b, c, d = _unpack_pairs(words, scales, zeros, scales_place, zeros_place, E2M1, GROUP, SCALE, SCALED)
     else:
         scales = scales >> scales_place
         zeros = zeros >> zeros_place
-        a = float_values(words, scales, zeros, 0, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
-        b = float_values(words, scales, zeros, 1, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
-        c = float_values(words, scales, zeros, 2, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
-        d = float_values(words, scales, zeros, 3, E2M1, GROUP, WIDTH, SCALE, GROUP < _BLOCK).to(DOT)
+        a = float_values(words, scales, zeros, 0, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
+        b = float_values(words, scales, zeros, 1, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
+        c = float_values(words, scales, zeros, 2, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
+        d = float_values(words, scales, zeros, 3, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
     weights = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
     values = tl.load(x_at + block * _BLOCK, mask=held, other=0.0)
     return tl.dot(tl.reshape(weights, (BLOCK_OUT, _BLOCK)), values.to(DOT), total, input_precision="ieee")
@@ -466,7 +525,9 @@ def products_of_tile(
     """Return sums [outputs, rows] float32 over a part of the inputs, scaled. Blocks are those of ``words.py``."""
     BLOCKS: tl.constexpr = (IN + _BLOCK - 1) // _BLOCK
     STEPS: tl.constexpr = IN // _BLOCK // UNROLL
-    SCALES_SUMS: tl.constexpr = GROUP >= _BLOCK and GROUP < IN  # a single group's is scaled as the total
+    # Sums of a group are scaled, which is exact, where they are few. A single group's are scaled as the total.
+    SCALED: tl.constexpr = GROUP < _BLOCK or (GROUP < IN and ZEROS == "with scales" and rows.shape[0] > _FEW_ROWS)
+    SCALES_SUMS: tl.constexpr = GROUP < IN and not SCALED
     TOGETHER: tl.constexpr = _blocks_together(GROUP, IN, UNROLL)
     inside = out < OUT
     column = tl.arange(0, _BLOCK)
@@ -494,7 +555,7 @@ def products_of_tile(
                 zeros_place = zero_place(block, GROUP, ZEROS)
             part = _add_block(
                 part, words_at, x_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
-                held[None, :], OUT, E2M1, GROUP, WIDTH, SCALE, ONCE, DOT,
+                held[None, :], OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
             )  # fmt: skip
             if SCALES_SUMS:
                 if (index + 1) % TOGETHER == 0:
@@ -517,7 +578,7 @@ def products_of_tile(
                 within = (column < IN - block * _BLOCK)[:, None]
                 part = _add_block(
                     part, words_at, x_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
-                    held[None, :] & within, OUT, E2M1, GROUP, WIDTH, SCALE, ONCE, DOT,
+                    held[None, :] & within, OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
                 )  # fmt: skip
                 if SCALES_SUMS:
                     total += part * scale_values(block_scales >> scales_place, SCALE)[:, None]
