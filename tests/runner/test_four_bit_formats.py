@@ -31,6 +31,8 @@ from pdserve.model.quantization.kept_weights import is_linear
 from pdserve.model.rope import RopeConfig
 from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import WeightChange
+from runner.kernels.four_bits.stack import FourBitForm
+from runner.kernels.four_bits.weights import FourBitExperts
 from runner.kernels.reference import silu_and_mul
 from runner.loading.weights import OpenWeights, fill_shard, open_weights
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
@@ -298,15 +300,56 @@ KERNELS = [
 @pytest.mark.parametrize(
     ("family", "name"), [*KERNELS[:1], *(pytest.param(*case, marks=pytest.mark.slow) for case in KERNELS[1:])]
 )
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_kernels_have_the_logprobs_of_the_dequantized_model(
-    family: str, name: str, device: str, tmp_path: Path
-) -> None:
+def test_kernels_have_the_logprobs_of_the_dequantized_model(family: str, name: str, tmp_path: Path) -> None:
     _, quantized = quantized_model(tmp_path, family, name, num_hidden_layers=1)
-    tokens, logprobs = logprobs_of(quantized, "V1", device=device)
-    kept_tokens, kept = logprobs_of(quantized, "V2", device=device, attention_backend="triton")
+    tokens, logprobs = logprobs_of(quantized, "V1")
+    kept_tokens, kept = logprobs_of(quantized, "V2", attention_backend="triton")
     assert kept_tokens == tokens
     torch.testing.assert_close(kept, logprobs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "name"), [*KERNELS, ("qwen3", "mixed"), ("qwen3_moe", "gptq 64")])
+def test_logprobs_on_gpus_err_by_the_rounding_of_activations(family: str, name: str, tmp_path: Path) -> None:
+    """Loaded twice: the second time, weights are unpacked on the GPU."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    is_mixed = name == "mixed"
+    _, quantized = mixed(tmp_path, **sizes) if is_mixed else quantized_model(tmp_path, family, name, **sizes)
+    _, exact = logprobs_of(quantized, "V1", device="cuda")
+    config = node_config(
+        quantized, runner="V2", num_blocks=16, device="cuda", dtype="bfloat16", attention_backend="triton"
+    )
+    built = runner.build(config, lambda stage, fraction: None)
+    stepper = Stepper(built)
+    vocab = config.model.vocab_size
+    for _ in range(2):
+        (result,) = stepper.generate([PROMPT], 1, SamplingParams(max_tokens=1, temperature=0.0, logprobs=vocab))
+        first = result.samples[0].logprobs
+        assert first is not None
+        logprobs = torch.empty(vocab)
+        logprobs[list(first.top_ids)] = torch.tensor(first.top_logprobs)
+        assert (logprobs - exact[0]).norm() < 0.1 * (exact[0] - exact[0].mean()).norm()
+        built.change_weights(WeightChange(str(quantized)))
+    built.close()
+
+
+def test_experts_that_are_packed_together_are_those_packed_alone() -> None:
+    form = FourBitForm("int4", 64, has_zeros=True, scale_dtype=torch.bfloat16)
+    alone, together = (FourBitExperts(3, 40, 192, form, CPU) for _ in range(2))
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(256, (120, 96), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(16, (120, 3), generator=generator, dtype=torch.uint8)
+    scales = random(120, 3, seed=5).bfloat16()
+    together._pack(0, 3, codes, scales, zeros, None)
+    for expert in range(3):
+        rows = slice(40 * expert, 40 * expert + 40)
+        alone.pack(expert, codes[rows], scales[rows], zeros[rows], None)
+        unpacked = together.unpack(expert)
+        assert torch.equal(unpacked.codes, codes[rows])
+        assert torch.equal(unpacked.scales, scales[rows])
+        assert unpacked.zeros is not None
+        assert torch.equal(unpacked.zeros, zeros[rows])
+    assert torch.equal(alone.words, together.words)
 
 
 def mixed(tmp_path: Path, family: str = "qwen3", **sizes: Any) -> tuple[Path, Path]:
