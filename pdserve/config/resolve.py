@@ -21,6 +21,7 @@ from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import AUTO, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options, model_name
 from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.resolution.at_load import check_quantized_at_load, quantized_at_load
 from pdserve.config.resolution.compat_fields import compat_fields_of
 from pdserve.config.resolution.drafts import check_drafts, choose_draft_source, with_draft_head
 from pdserve.config.resolution.host_kv import check_disk_kv, check_host_kv
@@ -52,12 +53,10 @@ from pdserve.config.resolution.limits import (
 )
 from pdserve.config.resolution.quantized_layers import (
     KeptLayers,
-    check_quantized_at_load,
     keep_layers,
     keep_quantized,
     kept_doubt,
     kept_problem,
-    quantized_at_load,
 )
 from pdserve.config.resolution.resolved import Reasons, Resolved
 from pdserve.config.runner_oracle import VARIABLE

@@ -11,7 +11,7 @@ import msgspec
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolution.quantized_layers import quantized_at_load
+from pdserve.config.resolution.at_load import quantized_at_load
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.layout import UNSCALED
 from pdserve.model.image_processor import read_image_processor

@@ -23,8 +23,9 @@ from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import choose_parallel_config, shard_of
+from pdserve.config.resolution.at_load import quantized_at_load
 from pdserve.config.resolution.images import choose_images
-from pdserve.config.resolution.quantized_layers import keep_layers, keep_quantized, quantized_at_load
+from pdserve.config.resolution.quantized_layers import keep_layers, keep_quantized
 from pdserve.config.resolve import stored_weights
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv.layout import FP8_E4M3, KVLayout, KVScales

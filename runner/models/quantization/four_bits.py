@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pdserve.model.quantization.layer_form import LayerForm
-from runner.kernels.four_bits.weights import FourBitForm, FourBitWeight
+from runner.kernels.four_bits.stack import FourBitForm
+from runner.kernels.four_bits.weights import FourBitWeight
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization import LayerOptions, LinearMethod
 from runner.models.quantization.four_bit_slices import NAMES
