@@ -65,6 +65,17 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], object]:
         ("gptq desc_act", drop("g_idx"), "lacks .*q_proj.g_idx"),
         ("gptq", cut("g_idx", 60), r"g_idx' has shape \(60,\).*needs \(64,\)"),
         ("gptq", put("weight", torch.ones(64, 64)), "stored twice, plain and quantized"),
+        ("nvfp4", drop("weight_scale_2"), "q_proj.weight' of U8 lacks .*q_proj.weight_scale_2"),
+        ("nvfp4", drop("weight_scale"), "q_proj.weight' of U8 lacks .*q_proj.weight_scale'"),
+        ("nvfp4", put("weight_scale", torch.ones(64, 4)), "of F32; .* of F8_E4M3"),
+        ("nvfp4", put("weight_scale_2", torch.ones(2)), r"shape \(2,\) of F32; .* needs \(\) or \(1,\) of F32"),
+        ("nvfp4", put("weight", torch.ones(64, 20).to(torch.uint8)), "has 40 inputs, which are no whole groups of 16"),
+        (
+            "nvfp4",
+            put("weight", torch.ones(64, 64)),
+            "q_proj.weight_scale' is F8_E4M3, which its quantization_config does not describe",
+        ),
+        ("compressed nvfp4", drop("weight_global_scale"), "lacks .*q_proj.weight_global_scale"),
     ],
 )
 def test_broken_parts_are_refused_before_a_start(
