@@ -133,6 +133,31 @@ _FP8_BLOCKS: dict[str, Any] = {
     "weight_block_size": [128, 128],
 }
 
+# 4 bits as ModelOpt and AutoAWQ write them.
+_NVFP4: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "group_size": 16,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "producer": {"name": "modelopt", "version": "0.37.0"},
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+            "input_activations": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+        }
+    },
+}
+_AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
+}
+
 _QWEN3_30B_A3B: dict[str, Any] = _QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -512,6 +537,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B_A3B | {"quantization_config": _FP8_BLOCKS},
     "qwen3-vl-8b": _QWEN3_VL_8B,
+    "qwen3-30b-a3b-nvfp4": _QWEN3_30B_A3B | {"quantization_config": _NVFP4},
+    "qwen3-30b-a3b-awq": _QWEN3_30B_A3B | {"quantization_config": _AWQ | {"modules_to_not_convert": ["mlp.gate."]}},
     "qwen3-next-12l": _QWEN3_NEXT_12L,
     "qwen3.5-8l": _QWEN3_5_8L,
     "qwen3.5-8l-images": _QWEN3_5_8L_IMAGES,
@@ -527,6 +554,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _GPT_OSS_120B,
     "gpt-oss-120b-mxfp4": _GPT_OSS_120B | {"quantization_config": _MXFP4},
     "llama-8b": _LLAMA_8B,
+    "llama-8b-nvfp4": _LLAMA_8B | {"quantization_config": _NVFP4},
+    "llama-8b-awq": _LLAMA_8B | {"quantization_config": _AWQ},
     "llama-8b-fp8": _LLAMA_8B | {"quantization_config": _FP8_CHANNELS},
     "llama-8b-fp8-blocks": _LLAMA_8B | {"quantization_config": _FP8_BLOCKS},
     "llama-70b": _LLAMA
@@ -540,6 +569,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 STANDARD_DEVIATION = 0.02
 _FP8_WEIGHTS = "_proj.weight", "_proj_with_mqa.weight"
+E2M1_DEVIATION = 2.9  # standard deviation of the values of random codes
+INT4_DEVIATION = 4.6
 MXFP4_SCALE = 127 - 7  # 2^-7, E8M0: about STANDARD_DEVIATION with random codes
 
 
@@ -585,6 +616,10 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
             return mxfp4_tensors(name, *shape)
         if quantization in (_FP8_BLOCKS, _FP8_CHANNELS) and name.endswith(_FP8_WEIGHTS):
             return fp8_tensors(name, shape, quantization)
+        if quantization == _NVFP4 and name.endswith(_FP8_WEIGHTS):
+            return nvfp4_tensors(name, *shape)
+        if quantization.get("quant_method") == "awq" and name.endswith(_FP8_WEIGHTS):
+            return awq_tensors(name, *shape)
         if name.endswith("norm.weight"):
             return {name: torch.ones(shape, dtype=torch.bfloat16)}
         return {name: random_values(name, shape).mul_(STANDARD_DEVIATION).bfloat16()}
@@ -615,10 +650,34 @@ def fp8_tensors(name: str, shape: tuple[int, ...], quantization: dict[str, Any])
 def mxfp4_tensors(name: str, experts: int, inputs: int, outputs: int) -> dict[str, torch.Tensor]:
     """Return random codes and scales of stacked experts."""
     shape = (experts, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
-    data = np.random.default_rng(seed_of(name)).bytes(math.prod(shape))
-    codes = np.frombuffer(bytearray(data), np.uint8).reshape(shape)
     scales = torch.full(shape[:3], MXFP4_SCALE, dtype=torch.uint8)
-    return {f"{name}_blocks": torch.from_numpy(codes), f"{name}_scales": scales}
+    return {f"{name}_blocks": random_bytes(name, shape), f"{name}_scales": scales}
+
+
+def nvfp4_tensors(name: str, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+    """Return a weight of random codes whose blocks have the scale 1."""
+    return {
+        name: random_bytes(name, (outputs, inputs // 2)),
+        f"{name}_scale": torch.ones(outputs, inputs // 16).to(torch.float8_e4m3fn),
+        f"{name}_scale_2": torch.tensor(STANDARD_DEVIATION / E2M1_DEVIATION),
+        f"{name.removesuffix('weight')}input_scale": torch.tensor(1.0),
+    }
+
+
+def awq_tensors(name: str, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+    """Return a weight of random codes with zeros of 8."""
+    module = name.removesuffix("weight")
+    groups = inputs // _AWQ["group_size"]
+    return {
+        f"{module}qweight": random_bytes(name, (inputs, outputs // 2)).view(torch.int32),
+        f"{module}qzeros": torch.full((groups, outputs // 2), 0x88, dtype=torch.uint8).view(torch.int32),
+        f"{module}scales": torch.full((groups, outputs), STANDARD_DEVIATION / INT4_DEVIATION, dtype=torch.float16),
+    }
+
+
+def random_bytes(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    data = np.random.default_rng(seed_of(name)).bytes(math.prod(shape))
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8).reshape(shape))
 
 
 def main() -> None:

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pdserve.model.quantization.weight_formats import WeightFormat
+from pdserve.model.quantization.layer_form import LayerForm
 from runner.batch import Quantized, Routing, SharedGate
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.placement import TensorPlacement
+
+#: The form in which a layer keeps its weights; without one, the checkpoint's quantization_config.
+LayerOptions = LayerForm | Mapping[str, Any]
 
 
 class LinearMethod(ABC):
@@ -35,9 +38,9 @@ class LinearMethod(ABC):
         out_features: int,
         bias: bool,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
-        """Create empty weights. ``options`` is the checkpoint's quantization_config."""
+        """Create empty weights."""
 
     @abstractmethod
     def weight_shards(
@@ -99,9 +102,9 @@ class ExpertsMethod(ABC):
         shard: ExpertsShard,
         silu_and_mul: Callable[[Tensor], Tensor],
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
-        """Create empty weights. ``options`` is the checkpoint's quantization_config.
+        """Create empty weights.
 
         ``silu_and_mul`` returns an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
         """
@@ -125,15 +128,15 @@ class ExpertsMethod(ABC):
         """
 
 
-def linear_method_class(weight_format: WeightFormat) -> type[LinearMethod]:
-    """Import the linear method of a weight format."""
-    method: type[LinearMethod] = _imported(weight_format.linear_method)
+def linear_method_class(path: str) -> type[LinearMethod]:
+    """Import a linear method by its "module.Class" below this package."""
+    method: type[LinearMethod] = _imported(path)
     return method
 
 
-def experts_method_class(weight_format: WeightFormat) -> type[ExpertsMethod]:
-    """Import the experts method of a weight format."""
-    method: type[ExpertsMethod] = _imported(weight_format.experts_method)
+def experts_method_class(path: str) -> type[ExpertsMethod]:
+    """Import an experts method by its "module.Class" below this package."""
+    method: type[ExpertsMethod] = _imported(path)
     return method
 
 

@@ -8,9 +8,8 @@ is dequantized for each use: exact, and slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from torch import Tensor
 from pdserve.model.quantization.kept_weights import fp8_blocks
 from runner.batch import Quantized
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, row_runs
-from runner.models.quantization import LinearMethod
+from runner.models.quantization import LayerOptions, LinearMethod
 from runner.placement import TensorPlacement
 
 E4M3 = torch.float8_e4m3fn
@@ -36,7 +35,7 @@ class Fp8LinearMethod(LinearMethod):
         out_features: int,
         bias: bool,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         self._row_block, group = fp8_blocks(options or {})
         self._group = group or in_features  # inputs that share a scale

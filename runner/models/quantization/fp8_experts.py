@@ -6,9 +6,8 @@ not sorted, and their activations stay as they are. Without Triton an expert is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from pdserve.model.quantization.kept_weights import fp8_blocks
 from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
-from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.models.quantization import ExpertsMethod, ExpertsShard, LayerOptions
 from runner.models.quantization.fp8 import E4M3, computes_in_fp8
 from runner.placement import TensorPlacement
 
@@ -31,7 +30,7 @@ class Fp8Experts(ExpertsMethod):
         shard: ExpertsShard,
         silu_and_mul: Callable[[Tensor], Tensor],
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         self._shard = shard
         self._silu_and_mul = silu_and_mul

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import WeightShard, WeightShards
-from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.models.quantization import ExpertsMethod, ExpertsShard, LayerOptions
 from runner.placement import TensorPlacement
 
 
@@ -24,7 +24,7 @@ class UnquantizedExperts(ExpertsMethod):
         shard: ExpertsShard,
         silu_and_mul: Callable[[Tensor], Tensor],
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         self._shard = shard
         self._silu_and_mul = silu_and_mul
