@@ -99,7 +99,11 @@ def describe(config: NodeConfig) -> dict[str, Any]:
             "block_size": layout.block_size,
             "kernel_block_size": layout.kernel_block_size,
         },
-        "kv_groups": {"windows": list(layout.groups.windows), "layers": list(layout.groups.layers)},
+        "kv_groups": {
+            "windows": list(layout.groups.windows),
+            "layers": list(layout.groups.layers),
+            "heads": [[heads.num_kv_heads, heads.head_dim] for heads in layout.groups.heads],
+        },
         "longest_sequence_bytes": longest_sequence_bytes(config),
         "state_layout": _describe_states(config),
         "images": _describe_images(config),
@@ -145,9 +149,10 @@ def as_text(config: NodeConfig) -> str:
 def longest_sequence_bytes(config: NodeConfig) -> dict[str, int]:
     """Return the bytes of rank 0's KV that the longest sequence holds while it decodes, and without windows."""
     layout = config.kv_layout
-    num_layers = config.share.num_layers
     blocks = layout.blocks_for(config.max_model_len)
-    every = -(-config.max_model_len // layout.block_size) * (layout.block_bytes // layout.num_layers) * num_layers
+    groups = [group for group, _ in layout.groups.places(config.share.layers)]
+    layer_bytes = [layout.of_group(group).spec.page_bytes(layout.block_size) for group in groups]
+    every = -(-config.max_model_len // layout.block_size) * sum(layer_bytes)
     return {"with_windows": blocks * layout.block_bytes, "without_windows": every}
 
 
@@ -155,6 +160,11 @@ def _legend(config: NodeConfig) -> str:
     """Describe each dimension of the KV layout."""
     page = config.kv_layout.kernel_block_size
     latent = config.model.latent
+    if config.kv_layout.groups.heads:
+        return (
+            f"[pages, KV heads, layers, K/V, {page} tokens of a page, head size] of the group with most heads; blocks "
+            "of other groups have as many bytes"
+        )
     if latent is None:
         return f"[pages, KV heads, layers, K/V, {page} tokens of a page, head size]"
     row = f"latent of {latent.kv_lora_rank} and rotated key of {latent.qk_rope_head_dim}"

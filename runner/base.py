@@ -226,7 +226,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     @torch.inference_mode()
     def _allocate(self, config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> None:
         """Allocate everything that depends on the size of the KV cache or on the limits of a step."""
-        self._cache = KVCache(layout, self._device, config.share, config.rank_kv_scales)
+        sources = self._model.shard.kv_places
+        self._cache = KVCache(layout, self._device, config.share, config.rank_kv_scales, sources)
         self.kv_layout: KVLayout = layout
         self.kv_region: KVRegion = self._cache.region
         self._states = None

@@ -15,6 +15,7 @@ A digest finds accidents. An attacker who chooses the bytes can make them fit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,12 +50,15 @@ class KVDigester:
 
     def __init__(self, memory: Tensor, layout: KVLayout, share: KVShare) -> None:
         """Each group of the KV cache has multipliers for its layers, and zeros for padding."""
-        word = next(word for word in _WORDS if layout.spec.row_bytes % word.itemsize == 0)
+        groups = range(layout.groups.num_groups)
+        self._of_group = [layout.of_group(group) for group in groups]
+        row_bytes = [of_group.spec.row_bytes for of_group in self._of_group]
+        word = next(word for word in _WORDS if all(size % word.itemsize == 0 for size in row_bytes))
         self._words = memory.view(word).view(layout.num_blocks, -1)  # [num_blocks, words]
-        self._row_words = layout.spec.row_bytes // word.itemsize
-        multipliers = torch.from_numpy(_multipliers(layout, share, self._row_words).view(np.int64)).to(memory.device)
-        # [groups, pages of a block, heads, layers, planes, kernel_block_size, row_words] int64
-        self._multipliers = multipliers
+        self._row_words = [size // word.itemsize for size in row_bytes]
+        multipliers = np.stack([_multipliers(layout, share, group, word.itemsize) for group in groups])
+        # [groups, pages of a block, words of a page] int64
+        self._multipliers = torch.from_numpy(multipliers.view(np.int64)).to(memory.device)
         self._of_layers: dict[int, Tensor] = {}  # by ``num_layers``: zeros for later layers of the model
         self._layout = layout
         self._share = share
@@ -71,10 +75,25 @@ class KVDigester:
         work = torch.tensor([row for order in orders for row in self._blocks_with_tokens(order)])  # [blocks, 3]
         if not self._uses_triton:
             return self._compute_with_torch(every, *work.unbind(1))
+        if len(set(self._row_words)) == 1:
+            return self._digests_with_triton(every, work, self._row_words[0])
+        digests = torch.empty(len(work), dtype=torch.int64, device=self._words.device)
+        row_words = torch.tensor(self._row_words)[work[:, 2]]
+        for words in set(self._row_words):
+            rows = (row_words == words).nonzero().flatten()
+            if len(rows):
+                of_rows = self._digests_with_triton(every, work[rows], words)
+                digests[rows.to(digests.device)] = of_rows
+        return digests
+
+    def _digests_with_triton(self, every: Tensor, work: Tensor, row_words: int) -> Tensor:
+        """Return the digests of blocks whose groups have rows of ``row_words``; ``work`` [blocks, 3], host."""
         from runner.kernels.block_digest import block_digests  # on demand: V1 runs without Triton
 
-        work = work.pin_memory().to(self._words.device, non_blocking=True)
-        return block_digests(self._words, work, every, self._page_size, self._row_words)
+        if self._words.is_cuda:
+            work = work.pin_memory()
+        work = work.to(self._words.device, non_blocking=True)
+        return block_digests(self._words, work, every, self._page_size, row_words)
 
     def _multipliers_of(self, num_layers: int) -> Tensor:
         """Return the multipliers of the first ``num_layers`` layers of the model; 0: of all."""
@@ -84,7 +103,7 @@ class KVDigester:
             multipliers = self._multipliers.clone()
             places = zip(self._share.layers, self._layout.groups.places(self._share.layers), strict=True)
             for group, index in (place for layer, place in places if layer >= num_layers):
-                multipliers[group, :, :, index] = 0
+                self._rows(multipliers[group], group)[:, :, index] = 0
             self._of_layers[num_layers] = multipliers
         return self._of_layers[num_layers]
 
@@ -104,7 +123,8 @@ class KVDigester:
             for some in full.split(max(1, _CHUNK_WORDS[device.type] // self._words.shape[1])):
                 digests[some.to(device)] = self._weigh(blocks[some], multipliers)
         for index in (num_tokens < self._block_size).nonzero().flatten().tolist():
-            multipliers = self._first_tokens(every[groups[index]], int(num_tokens[index]))
+            group = int(groups[index])
+            multipliers = self._first_tokens(every[group], group, int(num_tokens[index]))
             digests[index] = self._weigh(blocks[index : index + 1], multipliers)[0]
         return digests
 
@@ -112,13 +132,20 @@ class KVDigester:
         words = self._words.index_select(0, blocks.to(self._words.device))
         return (words * multipliers.view(-1)).sum(1)  # int64 wraps around
 
-    def _first_tokens(self, multipliers: Tensor, count: int) -> Tensor:
+    def _first_tokens(self, multipliers: Tensor, group: int, count: int) -> Tensor:
         """Multipliers of a group with zeros behind the first ``count`` tokens of a block."""
         multipliers = multipliers.clone()
+        rows = self._rows(multipliers, group)
         page, token = divmod(count, self._page_size)
-        multipliers[page, :, :, :, token:] = 0
-        multipliers[page + 1 :] = 0
+        rows[page, :, :, :, token:] = 0
+        rows[page + 1 :] = 0
         return multipliers
+
+    def _rows(self, multipliers: Tensor, group: int) -> Tensor:
+        """Return a view of a group's multipliers: [pages, heads, layers, planes, kernel_block_size, row_words]."""
+        _, *page, _ = self._of_group[group].shape
+        sizes = (*page, self._row_words[group])
+        return multipliers[:, : math.prod(sizes)].unflatten(1, sizes)
 
 
 class StateDigester:
@@ -251,22 +278,32 @@ class _OrderedDigests(StepPart[object]):
         return msgspec.structs.replace(output, digests=digests)
 
 
-def _multipliers(layout: KVLayout, share: KVShare, row_words: int) -> NDArray[np.uint64]:
-    """Multipliers of all words of a block of each group, in memory order; 0 for layers that are padding."""
-    pages = layout.pages_per_block
-    page_size = layout.kernel_block_size
-    planes = layout.spec.planes
+def _multipliers(layout: KVLayout, share: KVShare, group: int, word_bytes: int) -> NDArray[np.uint64]:
+    """Multipliers of all words of a block of a group, in memory order: [pages, words of a page]; 0 for padding.
+
+    Ranks of unlike parts may hold the same head of a coarse group: it counts on those that hold the first one of the
+    finest heads that stand for it.
+    """
+    of_group = layout.of_group(group)
     groups = layout.groups
-    layers = np.full((groups.num_groups, layout.num_layers), -1)  # layer of the model, by group and index in the block
-    for layer, place in zip(share.layers, groups.places(share.layers), strict=True):
-        layers[place] = layer
+    planes = layout.spec.planes
+    page_size = layout.kernel_block_size
+    row_words = of_group.spec.row_bytes // word_bytes
+    heads = share.heads_in(groups, group)
+    finer = groups.finer(group)
+    layers = np.full(of_group.num_layers, -1)  # layer of the model, by index in the block
+    for layer, (its, index) in zip(share.layers, groups.places(share.layers), strict=True):
+        if its == group:
+            layers[index] = layer
     page, head, _, plane, token, word = np.ogrid[
-        :pages, : share.num_heads, : layout.num_layers, :planes, :page_size, :row_words
+        : layout.pages_per_block, heads.start : heads.stop, : of_group.num_layers, :planes, :page_size, :row_words
     ]
-    of_word = layers[:, None, None, :, None, None, None]
-    position = of_word * share.total_heads + head + share.first_head
+    of_word = layers[:, None, None, None]
+    counts = (of_word >= 0) & (head * finer >= share.first_head)
+    position = of_word * (share.total_heads // finer) + head
     position = ((position * planes + plane) * layout.block_size + page * page_size + token) * row_words + word
-    return np.where(of_word < 0, np.uint64(0), multipliers_at(position.astype(np.uint64)))
+    words = np.where(counts, multipliers_at(position.astype(np.uint64)), np.uint64(0)).reshape(len(page), -1)
+    return np.pad(words, ((0, 0), (0, layout.page_bytes // word_bytes - words.shape[1])))
 
 
 def multipliers_at(positions: NDArray[np.uint64]) -> NDArray[np.uint64]:

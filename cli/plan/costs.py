@@ -45,6 +45,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_latents: bool = False  # the KV cache has latents in place of keys and values
     full_layers: int = 0  # layers that keep all tokens, if others have a sliding window; 0: all layers do
     num_kv_layers: int = 0  # layers with a KV cache; 0: all
+    full_elements: int = 0  # elements of a token's keys in all layers that keep all tokens, if layers have unlike heads
     state_bytes: int = 0  # recurrent state of all layers, per sequence
 
     @classmethod
@@ -54,11 +55,14 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if moe := model.moe:
             experts = {"num_experts": moe.num_experts, "top_k": moe.top_k}
             fields |= experts | {"expert_intermediate_size": moe.intermediate_size}
-        with_drafts = model.num_kv_layers if model.num_draft_layers else 0
+        with_drafts = model.num_kv_layers if model.num_draft_layers or model.kv_sources else 0
         fields |= {"has_latents": model.latent is not None, "num_kv_layers": with_drafts}
         groups = model.kv_cache_groups
         if groups.layers:
             fields["full_layers"] = sum(groups.windows[group] is None for group in groups.layers)
+        if groups.heads:
+            full = (groups.heads[group].size for group in groups.layers if groups.windows[group] is None)
+            fields["full_elements"] = sum(full)
         if state := model.state:
             kv_layers = len(model.kv_layers)
             fields |= {"num_kv_layers": kv_layers, "state_bytes": (model.num_layers - kv_layers) * state.layer_bytes}
@@ -69,6 +73,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """KV bytes per token of a long sequence: layers with a window add none."""
         dtype = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
         spec = LatentSpec if self.has_latents else FullAttentionSpec
+        if self.full_elements:
+            return spec(1, self.full_elements, dtype).page_bytes(1)
         layers = self.full_layers or self.num_kv_layers or self.num_layers
         return layers * spec(self.num_kv_heads, self.head_dim, dtype).page_bytes(1)
 

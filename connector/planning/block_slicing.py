@@ -10,7 +10,12 @@ that two ranks have in common splits into byte ranges at each outer axis that is
     packed specs                     one range; rank_mapping.py refuses peers with another part or page size
 
 With several KV cache groups (pdserve/kv/groups.py), blocks of each group have their own slices if the two ranks differ
-in their layers: a layer's index in a block depends on the other layers of its rank.
+in their layers: a layer's index in a block depends on the other layers of its rank. So do groups of unlike heads.
+Several ranks of the peer may hold the same head of a coarse group, for unlike heads of the finest one:
+
+                         rank a    rank b    rank c    rank d
+    finest group         0 1       2 3       4 5       6 7        we need 0 … 7: from all four
+    a group of 2 heads   0         0         1         1          0 comes from a, which has 0 of the finest, 1 from c
 """
 
 from __future__ import annotations
@@ -95,15 +100,58 @@ def slice_blocks(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVSha
     if local.spec.packed:
         whole = BlockRanges.whole(local.block_bytes, local.num_blocks)
         return (BlockSlices(whole, BlockRanges.whole(remote.block_bytes, remote.num_blocks)),)
+    if local.groups.heads:
+        return _slice_unlike_heads(local, ours, remote, theirs)
     if ours.layers == theirs.layers:  # with padding, so that a block stays one range
         every = np.arange(local.num_layers, dtype=np.int64)
-        return (_slice_layers(local, ours, remote, theirs, every, every),)
+        heads = _common(ours.first_head, ours.num_heads, theirs.first_head, theirs.num_heads)
+        here = _Side(local, local, every, heads - ours.first_head)
+        return (_slice_layers(here, _Side(remote, remote, every, heads - theirs.first_head)),)
     common = range(max(ours.first_layer, theirs.first_layer), min(ours.layers.stop, theirs.layers.stop))
     groups = range(local.groups.num_groups)
+    heads = _common(ours.first_head, ours.num_heads, theirs.first_head, theirs.num_heads)
     return tuple(
-        _slice_layers(local, ours, remote, theirs, *(_indices(local, share, common, group) for share in (ours, theirs)))
+        _slice_layers(
+            _Side(local, local, _indices(local, ours, common, group), heads - ours.first_head),
+            _Side(remote, remote, _indices(local, theirs, common, group), heads - theirs.first_head),
+        )
         for group in groups
     )
+
+
+def _slice_unlike_heads(local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare) -> tuple[BlockSlices, ...]:
+    """Slice blocks of groups whose heads differ. Ranks of equal parts and pages have equal blocks."""
+    if (ours.layers, ours.first_head, ours.num_heads) == (theirs.layers, theirs.first_head, theirs.num_heads) and (
+        local.kernel_block_size == remote.kernel_block_size
+    ):
+        whole = BlockRanges.whole(local.block_bytes, local.num_blocks)
+        return (BlockSlices(whole, BlockRanges.whole(remote.block_bytes, remote.num_blocks)),)
+    common = range(max(ours.first_layer, theirs.first_layer), min(ours.layers.stop, theirs.layers.stop))
+    slices = []
+    for group in range(local.groups.num_groups):
+        mine = ours.heads_in(local.groups, group)
+        finer = local.groups.finer(group)
+        # A head comes from the rank that has the first one of the finest heads that stand for it here.
+        heads = np.array(
+            [
+                head
+                for head in mine
+                if theirs.first_head <= max(ours.first_head, head * finer) < theirs.first_head + theirs.num_heads
+            ],
+            dtype=np.int64,
+        )
+        slices.append(
+            _slice_layers(
+                _Side(local, local.of_group(group), _indices(local, ours, common, group), heads - mine.start),
+                _Side(
+                    remote,
+                    remote.of_group(group),
+                    _indices(local, theirs, common, group),
+                    heads - theirs.heads_in(local.groups, group).start,
+                ),
+            )
+        )
+    return tuple(slices)
 
 
 def _indices(layout: KVLayout, share: KVShare, layers: range, group: int) -> Offsets:
@@ -112,16 +160,24 @@ def _indices(layout: KVLayout, share: KVShare, layers: range, group: int) -> Off
     return np.array([index for layer, (its, index) in places if its == group and layer in layers], dtype=np.int64)
 
 
-def _slice_layers(
-    local: KVLayout, ours: KVShare, remote: KVLayout, theirs: KVShare, to_layers: Offsets, from_layers: Offsets
-) -> BlockSlices:
-    """Slice blocks for these layers, given by their indices in a block."""
-    heads = _common(ours.first_head, ours.num_heads, theirs.first_head, theirs.num_heads)
+class _Side(NamedTuple):
+    """The layers and heads of blocks of one group that are sliced, on one side."""
+
+    cache: KVLayout  # of all groups: pages lie as far apart as it says
+    layout: KVLayout  # of the group
+    layers: Offsets  # indices in a block
+    heads: Offsets  # indices in a block
+
+
+def _slice_layers(ours: _Side, theirs: _Side) -> BlockSlices:
+    """Slice blocks for equal layers and heads of both sides."""
+    local = ours.cache
+    remote = theirs.cache
     pages = [np.arange(0, local.block_size, layout.kernel_block_size) for layout in (local, remote)]
     tokens = np.union1d(*pages)  # first tokens of the runs that are contiguous on both sides
-    lengths = np.diff(tokens, append=local.block_size) * local.spec.row_bytes
-    local_offsets = _offsets(local, tokens, heads - ours.first_head, to_layers)
-    remote_offsets = _offsets(remote, tokens, heads - theirs.first_head, from_layers)
+    lengths = np.diff(tokens, append=local.block_size) * ours.layout.spec.row_bytes
+    local_offsets = _offsets(ours, tokens)
+    remote_offsets = _offsets(theirs, tokens)
     num_bytes = np.broadcast_to(lengths[:, None, None, None], local_offsets.shape)
     ranges = merge(ByteRanges(local_offsets.ravel(), remote_offsets.ravel(), num_bytes.ravel()))
     return BlockSlices(
@@ -144,14 +200,15 @@ def _common(first: int, count: int, other_first: int, other_count: int) -> Offse
     return np.arange(max(first, other_first), min(first + count, other_first + other_count), dtype=np.int64)
 
 
-def _offsets(layout: KVLayout, tokens: Offsets, heads: Offsets, layers: Offsets) -> Offsets:
+def _offsets(side: _Side, tokens: Offsets) -> Offsets:
     """Byte offsets in a block of the rows that start at ``tokens``. Shape [tokens, heads, layers, planes]."""
-    page, head, layer, plane, token, _ = layout.strides
-    in_page = tokens // layout.kernel_block_size * page + tokens % layout.kernel_block_size * token
+    layout = side.layout
+    _, head, layer, plane, token, _ = layout.strides
     elements = (
-        in_page[:, None, None, None]
-        + (heads * head)[:, None, None]
-        + (layers * layer)[:, None]
+        (tokens % layout.kernel_block_size * token)[:, None, None, None]
+        + (side.heads * head)[:, None, None]
+        + (side.layers * layer)[:, None]
         + np.arange(layout.spec.planes, dtype=np.int64) * plane
     )
-    return elements * layout.spec.element_bytes
+    pages = tokens // layout.kernel_block_size * side.cache.page_bytes
+    return pages[:, None, None, None] + elements * layout.spec.element_bytes

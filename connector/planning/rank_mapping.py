@@ -132,6 +132,7 @@ def check_compatible(layout: KVLayout, share: KVShare, theirs: RankKV) -> None:
     for field, here, there in fields:
         if here != there:
             raise PeerError(f"KV layouts differ in {field}: {here} here, {there} at the peer; start both nodes alike")
+    _check_heads(theirs.layout, part)
     cached = (theirs.layout.num_layers, theirs.layout.num_kv_heads)
     held = _room_for(layout, part)
     if cached != held:
@@ -168,9 +169,22 @@ def _part(theirs: RankKV) -> KVShare:
         raise PeerError(f"the peer's KV: {error}") from error
 
 
+def _check_heads(layout: KVLayout, share: KVShare) -> None:
+    """Raise PeerError unless the rank's part has whole heads of all KV cache groups."""
+    for group in range(layout.groups.num_groups) if layout.groups.heads else ():
+        held = len(share.heads_in(layout.groups, group))
+        cached = layout.groups.heads_of(group, layout.num_kv_heads).num_kv_heads
+        if held != cached:
+            raise PeerError(
+                f"{share.num_heads} of {share.total_heads} KV heads from {share.first_head} on, as a rank of the peer "
+                f"has them, are {held} heads of KV cache group {group}, and its blocks have {cached}; its shards must "
+                "split or repeat the heads of each group"
+            )
+
+
 def _room_for(layout: KVLayout, share: KVShare) -> tuple[int, int]:
     """Return the layers and KV heads of a block on a rank with this part of the model."""
-    return layout.groups.block_layers(share.layers), share.num_heads
+    return layout.groups.block_layers(share.layers, share.num_heads), share.num_heads
 
 
 def _describe(share: KVShare) -> str:

@@ -158,7 +158,7 @@ class BlockPool:
 
         The list has an entry per logical block and group; it is NULL_BLOCK behind a group's window.
         """
-        if self.groups.has_windows:
+        if self.groups.has_windows or self.groups.num_groups > 1:
             return self._match_windows(hashes)
         blocks = []
         block_of = self._block_of[0]

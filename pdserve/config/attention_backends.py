@@ -9,6 +9,7 @@ from functools import reduce
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.kv.groups import KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVCacheSpec, divisors
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.latent import LatentConfig
@@ -94,10 +95,12 @@ def problems(
     specs: Collection[AttentionSpec] = (),
     latent: LatentConfig | None = None,
     kind: type[KVCacheSpec] = FullAttentionSpec,
+    kv_heads: Collection[KVHeads] = (),
 ) -> list[str]:
     """Return why a backend cannot serve layers of these specs, dtype and head size here; empty if it can.
 
     For a model with latents, the latents' sizes count in place of ``head_dim``. ``kind``: of its KV cache.
+    ``kv_heads``: the unlike heads of its layers, whose sizes count in place of ``head_dim``; empty: they are alike.
     """
     if backend == "torch":
         return []
@@ -108,7 +111,7 @@ def problems(
     if backend == "triton":
         reasons += [
             platform.triton_problem,
-            *_triton_sizes(head_dim, latent),
+            *_triton_sizes(head_dim, latent, kv_heads),
         ]
     elif backend == "flashinfer":
         reasons += [
@@ -117,19 +120,21 @@ def problems(
             platform.triton_problem and f"it needs Triton between its kernels: {platform.triton_problem}",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
         ]
-        if latent is None and head_dim not in _FLASHINFER_HEAD_DIMS:
+        if kv_heads:
+            reasons.append(f"layers have unlike heads: {', '.join(map(str, sorted(set(kv_heads))))}")
+        elif latent is None and head_dim not in _FLASHINFER_HEAD_DIMS:
             reasons.append(f"head_dim {head_dim} is not one of 64, 128, 256")
         elif latent is not None:
             reasons += [*_triton_sizes(head_dim, latent), _expanded_problem(latent)]
     return [reason for reason in reasons if reason]
 
 
-def _triton_sizes(head_dim: int, latent: LatentConfig | None) -> list[str]:
+def _triton_sizes(head_dim: int, latent: LatentConfig | None, kv_heads: Collection[KVHeads] = ()) -> list[str]:
     """Return why Triton's tiles do not fit the rows of a layer's cache; empty if they do."""
-    sizes = {"head_dim": head_dim}
+    sizes = [("head_dim", size) for size in sorted({heads.head_dim for heads in kv_heads} or {head_dim})]
     if latent is not None:
-        sizes = {"kv_lora_rank": latent.kv_lora_rank, "qk_rope_head_dim": latent.qk_rope_head_dim}
-    return [f"{name} {size} is no power of two of at least 16" for name, size in sizes.items() if not fits_triton(size)]
+        sizes = [("kv_lora_rank", latent.kv_lora_rank), ("qk_rope_head_dim", latent.qk_rope_head_dim)]
+    return [f"{name} {size} is no power of two of at least 16" for name, size in sizes if not fits_triton(size)]
 
 
 def _expanded_problem(latent: LatentConfig) -> str | None:
@@ -147,16 +152,17 @@ def check_backend(
     specs: Collection[AttentionSpec] = (),
     latent: LatentConfig | None = None,
     kind: type[KVCacheSpec] = FullAttentionSpec,
+    kv_heads: Collection[KVHeads] = (),
 ) -> None:
     """Raise ConfigError for a backend that is unknown or cannot run."""
     if name not in ATTENTION_BACKENDS:
         raise ConfigError(f"attention_backend {name!r} is not one of auto, {', '.join(ATTENTION_BACKENDS)}")
-    obstacles = problems(name, platform, dtype, head_dim, specs, latent, kind)
+    obstacles = problems(name, platform, dtype, head_dim, specs, latent, kind, kv_heads)
     if obstacles:
         able = [
             backend
             for backend in ATTENTION_BACKENDS
-            if not problems(backend, platform, dtype, head_dim, specs, latent, kind)
+            if not problems(backend, platform, dtype, head_dim, specs, latent, kind, kv_heads)
         ]
         raise ConfigError(
             f"attention_backend {name!r} cannot run this: {'; '.join(obstacles)}. Choose auto or {', '.join(able)}"
@@ -171,6 +177,7 @@ def choose_backend(
     v1_forced: bool,
     latent: LatentConfig | None = None,
     kind: type[KVCacheSpec] = FullAttentionSpec,
+    kv_heads: Collection[KVHeads] = (),
 ) -> tuple[str, str]:
     """Return the backend that "auto" stands for, and the reason.
 
@@ -188,7 +195,7 @@ def choose_backend(
         reason = "the one for CPUs"
     refused: list[str] = []
     for name in preferred:
-        obstacles = problems(name, platform, dtype, head_dim, specs, latent, kind)
+        obstacles = problems(name, platform, dtype, head_dim, specs, latent, kind, kv_heads)
         if not obstacles:
             return name, ", ".join(refused) or reason
         refused.append(f"{name} cannot run ({'; '.join(obstacles)})")

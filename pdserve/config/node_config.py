@@ -140,7 +140,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         A recurrent state depends on all earlier tokens, and a pull decides where windows lie.
         """
         layout = self.kv_layout
-        return 0 if self.state_layout is not None or layout.groups.has_windows else layout.block_size
+        several = layout.groups.has_windows or layout.groups.num_groups > 1
+        return 0 if self.state_layout is not None or several else layout.block_size
 
     @property
     def copies_blocks(self) -> bool:

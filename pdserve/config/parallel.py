@@ -17,6 +17,7 @@ from itertools import accumulate
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.kv.groups import KVHeads
 from pdserve.kv.layout import DTYPE_BYTES, KVShare
 from pdserve.kv.states import StateShare
 from pdserve.model.attention_spec import AttentionSpec
@@ -152,7 +153,18 @@ def choose_parallel_config(
     for what, count in sizes:
         if tp < 1 or count % tp:
             raise ConfigError(f"tp {tp} does not divide the model's {what}, {count}; choose a divisor")
-    KVShare.of_rank(0, stage_layers, 0, tp, model.num_kv_heads)  # checks the KV heads
+    for num_kv_heads in {model.num_kv_heads, *(heads.num_kv_heads for heads in model.kv_heads)}:
+        KVShare.of_rank(0, stage_layers, 0, tp, num_kv_heads)  # checks the KV heads
+    if pp > 1 and any(source != layer for layer, source in enumerate(model.kv_sources)):
+        raise ConfigError(
+            f"pp {pp}: some layers of {model.architecture} read the KV of other layers, which must be on the same "
+            "stage; use --tp in place of --pp"
+        )
+    if pp > 1 and model.gemma4 is not None and model.gemma4.size_per_layer:
+        raise ConfigError(
+            f"pp {pp}: layers of {model.architecture} read embeddings of token ids, which only the first stage has; "
+            "use --tp in place of --pp"
+        )
     parallel = ParallelConfig(tuple(stage_layers), tp, ep)
     _check_kinds(model, parallel)
     return parallel
@@ -198,14 +210,23 @@ def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
         intermediate_size=model.intermediate_size // tp,
         moe=None if model.moe is None else _shard_of_experts(model.moe, position),
         attention=_attention_of(model, layers, num_drafting),
+        kv_heads=_heads_of(model, position, num_drafting),
         recurrent=model.recurrent[layers.start : layers.stop],
         state=None if model.state is None else model.state.split(tp),
     )
 
 
 def _attention_of(model: ModelConfig, layers: range, num_drafting: int) -> tuple[AttentionSpec, ...]:
-    first = model.kv_layers_in(range(layers.start))
-    return model.attention[first : first + model.kv_layers_in(layers) + num_drafting]
+    first = sum(not model.is_recurrent(layer) for layer in range(layers.start))
+    count = sum(not model.is_recurrent(layer) for layer in layers)
+    return model.attention[first : first + count + num_drafting]
+
+
+def _heads_of(model: ModelConfig, position: RankPosition, num_drafting: int) -> tuple[KVHeads, ...]:
+    """Return the unlike KV heads of a rank's layers; empty if the model has none."""
+    first = model.kv_layers_in(range(position.layers.start))
+    held = model.kv_heads[first : first + model.kv_layers_in(position.layers) + num_drafting]
+    return tuple(KVHeads(max(1, heads.num_kv_heads // position.parallel.tp), heads.head_dim) for heads in held)
 
 
 def _shard_of_experts(moe: MoEConfig, position: RankPosition) -> MoEConfig:
@@ -275,6 +296,11 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
     tables += head + mine.num_draft_layers * 2 * mine.hidden_size**2  # projections of embeddings and hidden states
     dense = 3 * mine.hidden_size * mine.intermediate_size
     moe = mine.moe
+    if mine.gemma4 is not None and (size := mine.gemma4.size_per_layer):
+        mixers += len(layers) * 3 * mine.hidden_size * size
+        tables += len(vocabulary_of(model, position)) * len(layers) * size
+    if mine.gemma4 is not None and mine.gemma4.wide_mlp:
+        mixers += sum(not model.has_kv(layer) for layer in layers) * dense
     if moe is None or model.moe is None:
         return mixers + len(layers) * dense, 0, tables
     num_dense = sum(model.moe.is_dense(layer) for layer in layers)
@@ -303,6 +329,8 @@ def _mixer_parameters(mine: ModelConfig) -> int:
     kv_layers = mine.num_kv_layers
     if mine.latent is not None:
         return kv_layers * mine.latent.num_weights(mine.hidden_size, mine.num_heads)
+    if mine.kv_heads:
+        return _unlike_heads_parameters(mine)
     heads = (3 if mine.has_output_gate else 2) * mine.num_heads + 2 * mine.num_kv_heads
     attention = kv_layers * mine.hidden_size * mine.head_dim * heads
     if (state := mine.state) is None:
@@ -310,3 +338,14 @@ def _mixer_parameters(mine: ModelConfig) -> int:
     values = state.value_heads * state.value_dim
     outputs = state.channels + values + 2 * state.value_heads  # queries, keys, values, gates; betas and decays
     return attention + (mine.num_layers - len(mine.kv_layers)) * mine.hidden_size * (outputs + values)
+
+
+def _unlike_heads_parameters(mine: ModelConfig) -> int:
+    """Count the weights of linear layers in attention of a rank's part of a model with unlike KV heads."""
+    size = 0  # rows of all projections
+    for layer in range(mine.num_layers):
+        if mine.is_recurrent(layer):
+            continue
+        heads = mine.heads_of(layer)
+        size += 2 * mine.num_heads * heads.head_dim + 2 * heads.size * mine.has_kv(layer)
+    return size * mine.hidden_size

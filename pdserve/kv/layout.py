@@ -6,7 +6,9 @@ The pages of a block are adjacent, so a block is one contiguous range of bytes t
     block b = pages b*r … b*r + r-1          r = block_size // kernel_block_size
     layer l = cache[:, :, l]                 a view [num_pages, num_kv_heads, planes, kernel_block_size, head_dim]
 
-If some layers have sliding windows, a block holds the layers of one group (groups.py) in place of all layers.
+If some layers have sliding windows, a block holds the layers of one group (groups.py) in place of all layers. If layers
+have unlike KV heads, ``layout.of_group(group)`` is the geometry of a group's blocks: pages begin at the same bytes in
+all groups, and the layers of a group fill a part of the page.
 All sizes in bytes come from ``KVCacheSpec`` and ``KVLayout``. On a node with several ranks, a rank's layout counts the
 layers and heads of that rank, and its ``KVShare`` names them within the model.
 """
@@ -20,7 +22,7 @@ from typing import ClassVar, Self, get_args
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups, KVHeads
 
 MAX_BLOCK_SIZE = 1 << 16  # tokens
 MAX_BLOCKS = 1 << 24  # most blocks of a KV cache: each costs host memory, and a hostile config has tiny ones
@@ -130,7 +132,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     block_size: int  # tokens
     kernel_block_size: int  # tokens
     num_layers: int  # layers per block: the rank's; with groups, those of the rank's largest group
-    spec: AnyKVCacheSpec
+    spec: AnyKVCacheSpec  # if groups have unlike heads, that of the finest group
     groups: KVCacheGroups = KVCacheGroups()  # the whole model's
 
     def __post_init__(self) -> None:
@@ -144,6 +146,19 @@ class KVLayout(msgspec.Struct, frozen=True):
                 f"a {self.spec.kind} block cannot be split into pages: kernel_block_size {self.kernel_block_size} must "
                 f"equal block_size {self.block_size}"
             )
+
+        if self.groups.heads:
+            self._check_heads()
+
+    def _check_heads(self) -> None:
+        finest = self.groups.finest
+        if self.spec.head_dim != finest.head_dim or self.spec.num_kv_heads > finest.num_kv_heads:
+            raise ConfigError(
+                f"a layout of {KVHeads(self.spec.num_kv_heads, self.spec.head_dim)} is no part of a model whose finest "
+                f"KV cache group has {finest}"
+            )
+        if self.spec.packed:
+            raise ConfigError(f"a {self.spec.kind} cache cannot have KV cache groups of unlike heads")
 
     @property
     def num_kv_heads(self) -> int:
@@ -207,13 +222,29 @@ class KVLayout(msgspec.Struct, frozen=True):
         tokens = self.groups.longest(self.num_blocks, self.block_size, step_tokens)
         return limit if tokens is None else tokens
 
+    def of_group(self, group: int) -> KVLayout:
+        """Return the geometry of a group's blocks as a layout with one group.
+
+        It has as many layers as fit into a page; a page may be longer than these: see ``page_rows``.
+        """
+        if not self.groups.heads:
+            return self
+        heads = self.groups.heads_of(group, self.spec.num_kv_heads)
+        spec = msgspec.structs.replace(self.spec, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
+        num_layers = self.num_layers * self.num_kv_heads * self.head_dim // heads.size
+        return msgspec.structs.replace(self, num_layers=num_layers, spec=spec, groups=KVCacheGroups())
+
+    def page_rows(self, group: int) -> int:
+        """Return the distance of two pages in rows of a group: ``kernel_block_size`` tokens of a head and plane."""
+        return self.page_bytes // (self.kernel_block_size * self.of_group(group).spec.row_bytes)
+
     def with_dtype(self, dtype: str) -> KVLayout:
         """Return this layout for elements of another dtype."""
         return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, dtype=dtype))
 
     def resized(self, layers: range, num_kv_heads: int) -> KVLayout:
         """Return this layout for another part of the model, given by its layers and the number of its heads."""
-        num_layers = self.groups.block_layers(layers)
+        num_layers = self.groups.block_layers(layers, num_kv_heads)
         return msgspec.structs.replace(self, num_layers=num_layers, spec=self.spec.with_heads(num_kv_heads))
 
 
@@ -229,6 +260,7 @@ class KVRegion(msgspec.Struct, frozen=True):
 class KVShare(msgspec.Struct, frozen=True):
     """The part of the model's KV that a rank holds: consecutive layers and consecutive KV heads.
 
+    If layers have unlike heads, they count in the finest KV cache group. ``heads_in`` has those of the other groups.
     With more tensor shards than heads, neighbouring shards hold the same head:
 
                       2 shards                  8 shards
@@ -307,6 +339,11 @@ class KVShare(msgspec.Struct, frozen=True):
         layers = (sum(stage_layers[:stage]), stage_layers[stage])
         heads = (shard // shards_per_head * num_heads, num_heads)
         return cls(*layers, *heads, sum(stage_layers), total_heads, draft_layers)
+
+    def heads_in(self, groups: KVCacheGroups, group: int) -> range:
+        """Return the KV heads that the rank holds in the layers of a group."""
+        finer = groups.finer(group)
+        return range(self.first_head // finer, -(-(self.first_head + self.num_heads) // finer))
 
 
 def divisors(number: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import shown
+from pdserve.model import gemma4
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.moe import (
     MoEConfig,
@@ -135,6 +136,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     # does not run here. {layer} is the number of layers of the model.
     predictor: str = ""
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
+    complete: Callable[[ConfigFields, Any], Any] | None = None  # reads into a ModelConfig what only this family has
     v2_figures: str = ""  # section of docs/numbers.md with V2's figures, which names this family; "": V1 by default
     v2_figures_of: str = ""  # architecture of these figures, if another one with equal layers was measured
     v2_is_faster: bool = False  # the section has V1's figures, too, and V2 decodes faster
@@ -172,6 +174,20 @@ FAMILIES: dict[str, DecoderFamily] = {
         windows=windows_by_layer_type_if_used,
         v2_figures=_V1_AND_V2,
         v2_is_faster=True,
+    ),
+    "Gemma4ForCausalLM": DecoderFamily(
+        module="gemma4_text",
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+        },
+        windows=gemma4.windows,
+        complete=gemma4.complete,
     ),
     "Qwen3MoeForCausalLM": DecoderFamily(
         module="qwen3_moe",

@@ -12,7 +12,7 @@ from pdserve.checkpoint.quantized_weights import find_weights
 from pdserve.checkpoint.stored_head import has_other_head
 from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
 from pdserve.errors import CheckpointError, shown
-from pdserve.kv.groups import KVCacheGroups, cut_into_groups
+from pdserve.kv.groups import KVCacheGroups, KVHeads, cut_into_groups
 from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
 from pdserve.kv.states import GatedDeltaSpec
 from pdserve.model.attention_spec import AttentionSpec
@@ -27,6 +27,7 @@ from pdserve.model.from_transformers.any_decoder import (
     read_windows,
     rename_fields,
 )
+from pdserve.model.gemma4 import Gemma4Config
 from pdserve.model.latent import LatentConfig, read_latent
 from pdserve.model.moe import MoEConfig
 from pdserve.model.quantization.kept_weights import HEAD, layer_part
@@ -64,7 +65,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # with ``kv_heads``, those of the finest KV cache group, as ``head_dim``
     head_dim: int  # elements of a key in the KV cache; with latents, of a row
     rms_norm_eps: float
     rope: RopeConfig
@@ -95,6 +96,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     draft_head: Eagle3Config | None = None  # EAGLE-3 head in a separate checkpoint; None: no head
     vision: AnyVision | None = None  # native tower of the multimodal checkpoint; None: none that can be used
     multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
+    kv_heads: tuple[KVHeads, ...] = ()  # of each layer with a KV cache; empty: all have num_kv_heads and head_dim
+    gemma4: Gemma4Config | None = None  # None: another family, or not native
+    kv_sources: tuple[int, ...] = ()  # the layer whose KV each layer reads: itself, or an earlier one; empty: itself
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
     @property
@@ -127,15 +131,32 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that have a KV cache: all but the recurrent ones."""
-        return tuple(layer for layer in range(self.num_layers) if not self.is_recurrent(layer))
+        """Layers that have a KV cache: all but the recurrent ones and those that read another layer's."""
+        return tuple(layer for layer in range(self.num_layers) if self.has_kv(layer))
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether a layer has a KV cache of its own."""
+        return not self.is_recurrent(layer) and (not self.kv_sources or self.kv_sources[layer] == layer)
+
+    @property
+    def kv_places(self) -> tuple[int, ...]:
+        """The KV cache that each attending layer reads, as an index of ``kv_layers``; empty: each has its own."""
+        order = {layer: place for place, layer in enumerate(self.kv_layers)}
+        return tuple(order[source] for source in self.kv_sources)
+
+    def heads_of(self, layer: int) -> KVHeads:
+        """Return the KV heads of a layer that attends."""
+        if not self.kv_heads:
+            return KVHeads(self.num_kv_heads, self.head_dim)
+        source = self.kv_sources[layer] if self.kv_sources else layer
+        return self.kv_heads[self.kv_layers.index(source)]
 
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent) and self.recurrent[layer]
 
     def kv_layers_in(self, layers: range) -> int:
-        """Count those of ``layers`` that have a KV cache; the others have a recurrent state."""
-        return sum(not self.is_recurrent(layer) for layer in layers)
+        """Count those of ``layers`` that have a KV cache; the others have a recurrent state or read another's."""
+        return sum(self.has_kv(layer) for layer in layers)
 
     def state_spec(self, dtype: str) -> GatedDeltaSpec | None:
         """Return what each recurrent layer keeps per sequence on a node that serves in ``dtype``."""
@@ -152,7 +173,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
         They are the first ones that predict further tokens, or the one of ``head``.
         """
         attention = self.attention + self.attention[-1:] * count
-        return msgspec.structs.replace(self, num_draft_layers=count, attention=attention, draft_head=head)
+        heads = self.kv_heads + self.kv_heads[-1:] * count
+        return msgspec.structs.replace(
+            self, num_draft_layers=count, attention=attention, kv_heads=heads, draft_head=head
+        )
 
     @property
     def sizes_for_head(self) -> TargetSizes:
@@ -184,8 +208,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def kv_cache_groups(self) -> KVCacheGroups:
         """The layers that share a block table; a window of all positions is none. Only for the whole model."""
         windows = self.windows or tuple(spec.window for spec in self.attention)
+        if self.kv_sources:
+            windows = tuple(windows[layer] for layer in self.kv_layers)
+        if self.kv_heads:
+            windows = windows or (None,) * len(self.kv_heads)
         used = (window if window and window < self.max_position_embeddings else None for window in windows)
-        return cut_into_groups(tuple(used))
+        return cut_into_groups(tuple(used), self.kv_heads)
 
 
 #: Fields that are the node's choice, not the checkpoint's, or that change nothing.
@@ -227,7 +255,7 @@ def _native_decoder(
     """Read a model of a family in ``FAMILIES``."""
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
-    check_unread(fields, family.module)
+    check_unread(fields, family.module, has_layer_config=family.complete is not None)
     weight_format, quantization = read_weight_format(fields)
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers")
@@ -235,7 +263,9 @@ def _native_decoder(
     latent = read_latent(fields) if family.has_latents else None
     num_kv_heads, head_dim = _key_value_heads(fields, num_heads, latent)
     rope_head_dim = head_dim if latent is None else latent.qk_rope_head_dim
-    rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
+    rope = RopeConfig(theta=10_000.0)
+    if family.complete is None:
+        rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
     scale = head_dim**-0.5 if latent is None else latent.scale(rope)
     vocab_size = fields.integer("vocab_size")
     dtype = _dtype(model_dir, fields, weight_format)
@@ -275,6 +305,8 @@ def _native_decoder(
         num_nextn_layers=fields.integer(nextn[0], 0, least=0),
         multimodal=multimodal,
     )
+    if family.complete is not None:
+        model = family.complete(fields, model)
     return msgspec.structs.replace(model, unread_fields=unread_names(fields))
 
 
@@ -335,7 +367,7 @@ def _any_decoder(model_dir: Path, fields: ConfigFields, architecture: str, multi
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
         windows=read_windows(fields, num_layers),
-        **read_heads(fields),
+        **read_heads(fields, num_layers),
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=10_000.0),
         max_position_embeddings=read_positions(fields),

@@ -26,6 +26,8 @@ from pdserve.model.from_transformers.library_configs import library_defaults
 MULTIMODAL: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
@@ -36,6 +38,8 @@ MULTIMODAL: Mapping[str, str] = {
 }
 #: Model type and architecture of native families, by the kind of a text model.
 _NATIVE: Mapping[str, tuple[str, str]] = {
+    "gemma4_text": ("gemma4_text", "Gemma4ForCausalLM"),
+    "gemma4_unified_text": ("gemma4_text", "Gemma4ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),

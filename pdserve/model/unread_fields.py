@@ -56,13 +56,18 @@ FIXED: Mapping[str, _Fixed] = {
 
 
 #: Other model types for which transformers uses the layers of a family, by the family's type.
-_ALIASES: Mapping[str, tuple[str, ...]] = {"deepseek_v3": ("kimi_k2",), "llama": ("internlm3", "iquestcoder")}
+_ALIASES: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": ("kimi_k2",),
+    "gemma4_text": ("gemma4_unified_text",),
+    "llama": ("internlm3", "iquestcoder"),
+}
 
 
-def check_unread(fields: ConfigFields, model_type: str) -> None:
+def check_unread(fields: ConfigFields, model_type: str, *, has_layer_config: bool = False) -> None:
     """Raise CheckpointError if a field that native layers do not read asks for another computation.
 
     ``model_type`` is the family's. transformers chooses layers by this field, whatever ``architectures`` say.
+    ``has_layer_config``: the family reads per_layer_config.
     """
     given = fields.get("model_type")
     if given not in (None, model_type, *_ALIASES.get(model_type, ())):
@@ -73,7 +78,7 @@ def check_unread(fields: ConfigFields, model_type: str) -> None:
         )
     for name, (value, meaning) in FIXED.items():
         given = fields.values.get(name, value)  # transformers takes a null for false
-        if given == value or (value is None and not given):
+        if given == value or (value is None and not given) or (has_layer_config and name == "per_layer_config"):
             continue
         supported = "none" if value is None else str(value).lower()
         raise fields.error(f"has {name} = {shown(given)}: {meaning}; supported is {supported}. {REMEDY}")

@@ -60,6 +60,8 @@ class KVLayout(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     GROUP_WINDOWS_FIELD_NUMBER: _builtins.int
     LAYER_GROUPS_FIELD_NUMBER: _builtins.int
+    GROUP_KV_HEADS_FIELD_NUMBER: _builtins.int
+    GROUP_HEAD_DIMS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     """tokens"""
@@ -80,6 +82,14 @@ class KVLayout(_message.Message):
     def layer_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """group of each layer of the model; empty: there is one group"""
 
+    @_builtins.property
+    def group_kv_heads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the model's, per KV cache group; empty: groups have equal heads"""
+
+    @_builtins.property
+    def group_head_dims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """elements, beside group_kv_heads"""
+
     def __init__(
         self,
         *,
@@ -93,10 +103,12 @@ class KVLayout(_message.Message):
         spec: _builtins.str = ...,
         group_windows: _abc.Iterable[_builtins.int] | None = ...,
         layer_groups: _abc.Iterable[_builtins.int] | None = ...,
+        group_kv_heads: _abc.Iterable[_builtins.int] | None = ...,
+        group_head_dims: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "group_windows", b"group_windows", "head_dim", b"head_dim", "kernel_block_size", b"kernel_block_size", "layer_groups", b"layer_groups", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "group_head_dims", b"group_head_dims", "group_kv_heads", b"group_kv_heads", "group_windows", b"group_windows", "head_dim", b"head_dim", "kernel_block_size", b"kernel_block_size", "layer_groups", b"layer_groups", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

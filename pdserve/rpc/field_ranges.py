@@ -63,6 +63,7 @@ RANGES: Mapping[str, Fields] = {
         **_each(_SIZE, "num_kv_heads head_dim"),
         "group_windows": Range(0, 2**31 - 1, most=_MOST_LAYERS),
         "layer_groups": Range(0, _MOST_LAYERS, most=_MOST_LAYERS),
+        **_each(Range(1, 2**16, most=_MOST_LAYERS), "group_kv_heads group_head_dims"),
     },
     "NodeDescription": {
         **_each(_TOKENS, "max_model_len vocab_size"),

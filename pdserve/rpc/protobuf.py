@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
 from pdserve.images import ImageInput, Images, ImageSpan
-from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
 from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
 from pdserve.pb import pdserve_pb2 as pb
@@ -111,9 +111,15 @@ def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
     """The message holds the kind of the spec, and its fields by name. Groups without a window have 0 there."""
     fields = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
-    windows = [window or 0 for window in layout.groups.windows]
+    groups = layout.groups
     return pb.KVLayout(
-        spec=layout.spec.kind, group_windows=windows, layer_groups=layout.groups.layers, **fields, **asdict(layout.spec)
+        spec=layout.spec.kind,
+        group_windows=[window or 0 for window in groups.windows],
+        layer_groups=groups.layers,
+        group_kv_heads=[heads.num_kv_heads for heads in groups.heads],
+        group_head_dims=[heads.head_dim for heads in groups.heads],
+        **fields,
+        **asdict(layout.spec),
     )
 
 
@@ -126,7 +132,13 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
         )
     spec: Any = kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
     windows = tuple(window or None for window in message.group_windows)
-    groups = KVCacheGroups(windows or (None,), tuple(message.layer_groups))
+    if len(message.group_kv_heads) != len(message.group_head_dims):
+        raise ConfigError(
+            f"{len(message.group_kv_heads)} numbers of KV heads and {len(message.group_head_dims)} sizes of heads; KV "
+            "cache groups need as many of both"
+        )
+    heads = tuple(KVHeads(*pair) for pair in zip(message.group_kv_heads, message.group_head_dims, strict=True))
+    groups = KVCacheGroups(windows or (None,), tuple(message.layer_groups), heads)
     return KVLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS}, spec=spec, groups=groups)
 
 

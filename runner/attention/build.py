@@ -71,6 +71,14 @@ def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_draft
 def _build_attention(
     name: str, config: ModelConfig, cache: KVCache, placement: TensorPlacement, max_num_seqs: int, max_num_keys: int
 ) -> AttentionBackend:
+    if cache.layout.groups.heads:
+        from runner.attention.unlike_heads import UnlikeHeadsAttention
+
+        return UnlikeHeadsAttention(
+            config,
+            cache,
+            lambda part, of_part: _build_attention(name, part, of_part, placement, max_num_seqs, max_num_keys),
+        )
     module, _, class_name = cache.layout.spec.attention[name].partition(".")
     attention: Callable[..., AttentionBackend] = getattr(import_module(f"runner.attention.{module}"), class_name)
     if name == "torch":

@@ -94,7 +94,7 @@ class PagedTorchAttention(AttentionBackend):
         self._value_dim = layout.head_dim
         self._kv_dtype = cache.tensor.dtype
         head_rows = np.arange(layout.num_kv_heads) * layout.num_layers * self._planes
-        self._rows_per_page = layout.num_kv_heads * layout.num_layers * self._planes  # from one page to the next
+        self._rows_per_page = cache.rows_per_page  # from one page to the next
         self._head_rows = head_rows  # [num_kv_heads]
         kv_head_rows = np.concatenate([head_rows + plane for plane in range(self._planes)])  # K of all heads, V of all
         self._slot_rows = kv_head_rows * self._page  # [planes * num_kv_heads]

@@ -16,6 +16,7 @@ _KEY_TILE_BYTES = 16384  # bytes of keys, and as many of values, per pipeline st
 _SHORT_WINDOW = 512  # tokens; large tiles of keys would be masked for the most part
 _LATENT_HEADS = 16  # most query heads of a program that attends to latents: its results fill the registers
 _LARGE_SHARED_MEMORY = 160 << 10  # bytes a program may use; A100, H100 and their successors have it
+_WIDE_HEAD = 256  # elements; tiles of wider heads are smaller
 _MATRIX_ROWS = 16  # least rows of a tensor core product
 _FEW = 4  # tokens of a decode with three drafts, or of a decode node's first step after a handoff
 _DOT = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -49,6 +50,13 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
     dot = tl.float32 if triton.knobs.runtime.interpret else _DOT[placement.dtype]
     block_group = triton.next_power_of_2(group)
     rows = 32 if exact else 128 if large and head_dim <= 128 else 64
+    num_warps = 4
+    num_stages = 3 if large else 2
+    if head_dim > _WIDE_HEAD:  # as for latents: a program's results fill its registers. Not measured on a GPU yet
+        rows = 16 if exact else 64 if large else 32
+        keys = 32 if large and not exact else 16
+        num_warps = 4 if exact else 8  # decodes with 4 spill 165 times on Hopper
+        num_stages = 2 if large else 1
     windowed_rows = min(rows, 64)
     windowed_keys = min(keys, 32)
     common = {"BLOCK_KEYS": keys, "DOT": dot}
@@ -57,8 +65,8 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
         "BLOCK_GROUP": block_group,
         "BLOCK_ROWS": max(block_group, _MATRIX_ROWS),
         # On an H200 with 32 heads on 8 of 128 (bench/decode_attention.py): 2 warps are 2 to 8 % slower.
-        "num_warps": 4,
-        "num_stages": 1 if exact else 3,
+        "num_warps": num_warps,
+        "num_stages": 1 if exact else num_stages if head_dim > _WIDE_HEAD else 3,
     }
     several = decode | {"BLOCK_ROWS": min(max(_FEW * block_group, _MATRIX_ROWS), max(rows, block_group))}
     return AttentionTiles(
@@ -72,16 +80,16 @@ def choose_tiles(group: int, head_dim: int, placement: TensorPlacement) -> Atten
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_QUERIES": max(rows // block_group, 1),
-            "num_warps": 4,
-            "num_stages": 1 if exact else 3 if large else 2,
+            "num_warps": num_warps,
+            "num_stages": 1 if exact else num_stages,
         },
         windowed={
             **common,
             "BLOCK_GROUP": block_group,
             "BLOCK_QUERIES": max(windowed_rows // block_group, 1),
             "BLOCK_KEYS": windowed_keys,
-            "num_warps": 4,
-            "num_stages": 1 if exact else 2,
+            "num_warps": num_warps,
+            "num_stages": 1 if exact else min(num_stages, 2),
         },
     )
 

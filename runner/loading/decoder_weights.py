@@ -92,6 +92,7 @@ class DecoderWeights(ModelWeights):
         decoder = self._decoder
         if decoder.embedding is not None:
             yield _EMBEDDING, decoder.embedding.weight_shard()
+        yield from prefixed("model.", decoder.input_shards())
         if decoder.norm is not None:
             yield _NORM, decoder.norm.weight_shard()
         if decoder.head is not None and not decoder.config.tie_word_embeddings:
@@ -110,6 +111,7 @@ class DecoderWeights(ModelWeights):
 
     def _process_head(self) -> None:
         decoder = self._decoder
+        decoder.process_inputs_after_loading()
         if decoder.norm is not None:
             decoder.norm.process_weights_after_loading()
         if decoder.head is None:

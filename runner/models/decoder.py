@@ -31,6 +31,7 @@ from runner.models.layers.moe import MixtureOfExperts
 from runner.models.layers.rotary import RotaryEmbedding
 from runner.models.layers.token_predictor import PredictorNames, TokenPredictor
 from runner.models.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
+from runner.models.layers.weight_shard import WeightShards
 from runner.models.model import Model
 from runner.models.vision.inputs import NO_IMAGE_INPUTS, NoImageInputs
 from runner.placement import TensorPlacement
@@ -104,6 +105,13 @@ class Decoder(Model):
 
     def _make_draft_head(self, head: Eagle3Config) -> Eagle3Head:
         return Eagle3Head(self.context, head, self.config.kv_layers_in(self.context.position.layers), self.embedding)
+
+    def input_shards(self) -> WeightShards:
+        """Yield the tensors of what the layers take beside hidden states, named behind "model."."""
+        yield from ()
+
+    def process_inputs_after_loading(self) -> None:
+        """Bring the filled tensors of ``input_shards`` into the form that the model computes with."""
 
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that Llama calls ``name``."""

@@ -14,7 +14,7 @@ from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError
-from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.model.model_config import load_model_config
 from pdserve.rpc.protobuf import layout_from_pb, layout_to_pb
 
@@ -53,6 +53,36 @@ def test_layers_of_two_kinds_are_two_groups(tmp_path: Path) -> None:
     assert config.compat_fields["kv_groups"] == "4 layers of full, 4 layers of 100"
     assert layout_from_pb(layout_to_pb(layout)) == layout
     assert Shape.of(config.model).kv_bytes == 4 * LAYER_BYTES
+
+
+GEMMA_4 = GEMMA | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+}
+
+
+def test_layers_of_unlike_heads_are_groups_of_equal_bytes(tmp_path: Path) -> None:
+    config = resolved(tmp_path, GEMMA_4)
+    layout = config.kv_layout
+    full = KVHeads(2, 32)
+    sliding = KVHeads(4, 16)
+    assert layout.groups.heads == (full, sliding, sliding, sliding)
+    assert layout.block_bytes == 16 * 2 * 2 * 2 * full.size
+    assert layout.bytes_per_token == 2 * 2 * 2 * full.size == Shape.of(config.model).kv_bytes
+    text = "2 layers of full and 2 KV heads × 32, 3 × (2 layers of 100 and 4 KV heads × 16)"
+    assert config.compat_fields["kv_groups"] == text
+    assert f"4: {text} tokens" in as_text(config)
+    assert describe(config)["kv_groups"]["heads"] == [[2, 32]] + [[4, 16]] * 3
+    sizes = describe(config)["longest_sequence_bytes"]
+    assert sizes["without_windows"] == 8192 * 2 * 2 * (2 * full.size + 6 * sliding.size)
+    shards = resolved(tmp_path, GEMMA_4, tp=4)
+    assert shards.for_rank(3, HOST).kv_layout.of_group(0).num_kv_heads == 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +138,7 @@ def test_explain_shows_how_much_memory_windows_take(tmp_path: Path) -> None:
     config = resolved(tmp_path, MINISTRAL)
     fields = describe(config)
     text = as_text(config)
-    assert fields["kv_groups"] == {"windows": [None, 100], "layers": [1, 0] * 4}
+    assert fields["kv_groups"] == {"windows": [None, 100], "layers": [1, 0] * 4, "heads": []}
     held = fields["longest_sequence_bytes"]
     assert held["without_windows"] == 8192 * 8 * LAYER_BYTES
     assert held["with_windows"] == (8192 + 9 * 16) * 4 * LAYER_BYTES

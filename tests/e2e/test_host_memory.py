@@ -41,6 +41,7 @@ KINDS = {
     "qwen3-next": Kind(RECURRENT["qwen3-next"]._replace(fields=MIXED), 700_000, SLOTS),
     "v3": Kind(LATENT["v3"], 370_000, replicated=True),
     "gpt-oss": Kind(WINDOWS["gpt-oss"], 980_000),
+    "gemma-4-26b": Kind(WINDOWS["gemma-4-26b"], 650_000),
 }
 PAIRS = {"qwen3-next": [("tp2", "tp2"), ("pp2", "1")]}  # recurrent states need as many shards on both sides
 

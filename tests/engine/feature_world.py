@@ -36,11 +36,13 @@ from pdserve.ipc.messages import (
     Resume,
     UseWeights,
 )
+from pdserve.kv.groups import KVHeads
 from pdserve.kv.host_copies import HostRoom
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, StepPlan
 from pdserve.weights.change import WeightChange
 
+HEADS = (KVHeads(4, 1), KVHeads(1, 2), KVHeads(2, 1), KVHeads(2, 3))  # of KV cache groups
 TICK = 0.01  # seconds of a step, by the clock of leases
 MOST_STEPS = 4000  # per phase
 MOST_DRAFTS = 3
@@ -105,7 +107,9 @@ class FeatureWorld:
         in_host = on_disk or self._aims(Feature.HOST) or rng.random() < 0.15
         num_blocks = rng.randint(LEAST_BLOCKS, 20) if tight or in_host else rng.randint(24, 80)
         if "windows" in options:
-            options["windows"] = windows = rng.choice(((None, 6), (None, None, 9), (5, 11)))
+            options["windows"] = windows = rng.choice(((None, 6), (None, None, 9), (5, 11), (None, None)))
+            if not any(windows) or rng.random() < 0.5:
+                options["heads"] = (*(rng.choice(HEADS) for _ in windows[1:]), HEADS[0])
             # Each windowed group adds 12 blocks, for the tokens of one step.
             num_blocks = num_blocks * max(1, windows.count(None)) + 12 * sum(map(bool, windows))
         if "state_slots" in options:

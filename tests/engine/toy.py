@@ -18,6 +18,7 @@ the window before each query with those of the sequence.
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from array import array
@@ -28,7 +29,7 @@ from zlib import crc32
 
 import numpy as np
 
-from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups
+from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups, KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, LatentSpec
 from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare, StateSnapshot
 from pdserve.pausing import Pausing, complete
@@ -176,17 +177,24 @@ class ToyRunner:
         num_state_slots: int = 0,
         windows: tuple[int | None, ...] = (None,),
         latent: bool = False,
+        heads: tuple[KVHeads, ...] = (),
     ) -> None:
         """``layered``: launches take long enough for results of earlier steps to arrive meanwhile.
 
-        ``latent``: token ids and positions are one row, in place of K and V.
+        ``latent``: token ids and positions are one row, in place of K and V. ``heads``: of groups, if they are unlike.
         """
         self._layered = layered
         self.max_in_flight = max_in_flight
         self.stages = stages
-        groups = KVCacheGroups(windows, tuple(range(len(windows))))
-        spec = LatentSpec(1, 2, "float32") if latent else FullAttentionSpec(1, 1, "float32")
-        self.kv_layout = KVLayout(num_blocks, block_size, block_size, 1, spec, groups)
+        groups = KVCacheGroups(windows, tuple(range(len(windows))), heads)
+        finest = groups.finest if heads else KVHeads(1, 1)
+        spec = (
+            LatentSpec(1, 2, "float32")
+            if latent
+            else FullAttentionSpec(finest.num_kv_heads, finest.head_dim, "float32")
+        )
+        num_layers = groups.block_layers(range(len(windows)), finest.num_kv_heads)
+        self.kv_layout = KVLayout(num_blocks, block_size, block_size, num_layers, spec, groups)
         self.weights = 0  # changes so far
         self._windows = windows
         self.busy = False  # whether steps in flight go on for now; their results may be taken all the same
@@ -194,11 +202,25 @@ class ToyRunner:
         self.behind: list[int] = []  # steps that were in flight at each of these launches
         self.num_overlapped = 0  # results taken while a later forward pass was launched
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
+        self._of_group = [self._blocks_of(group) for group in range(len(windows))]
         self.slots = np.full((num_state_slots, _SLOT_WORDS), 0xFFFFFFFF, dtype=np.uint32)
         self._states: dict[int, _State] = {}
         self._in_flight: deque[ToyStep] = deque()
         self._targets = PromptTargets()
         self._random = random.Random(num_blocks)
+
+    def _blocks_of(self, group: int) -> np.ndarray:
+        """Return a view of the cache as blocks of a group: [blocks, planes, block_size, head_dim] of the last head."""
+        shape = self.kv_layout.of_group(group).shape
+        *_, planes, size, elements = shape
+        head_elements = math.prod(shape[2:])
+        first = (shape[1] - 1) * head_elements
+        rows = self.cache.reshape(len(self.cache), -1)[:, first : first + planes * size * elements]
+        blocks = np.lib.stride_tricks.as_strided(
+            rows, (len(rows), planes, size, elements), (rows.strides[0], 4 * size * elements, 4 * elements, 4)
+        )
+        assert np.shares_memory(blocks, self.cache)
+        return blocks
 
     @property
     def kv_region(self) -> KVRegion:
@@ -367,7 +389,7 @@ class ToyRunner:
         last = {group: index for index, group in enumerate(groups)}
         for index, (block, group) in enumerate(zip(order.block_ids, groups, strict=True)):
             count = (order.num_tokens - 1) % size + 1 if last[group] == index else size
-            digests.append(crc32(self.cache[block, 0, 0, :, :count].tobytes()))
+            digests.append(crc32(self._of_group[group][block, :, :count].tobytes()))
         return (*digests, *(crc32(self.slots[slot].tobytes()) for slot in order.state_slots))
 
     def _advance(self, state: _State, token: int) -> None:
@@ -483,7 +505,7 @@ class ToyRunner:
 
     def _slot(self, state: _State, position: int, group: int = 0) -> np.ndarray:
         block, offset = self._slot_of(state, position, group)
-        planes = self.cache[block, 0, 0, :, offset]
+        planes = self._of_group[group][block, :, offset]
         return planes[0] if len(planes) == 1 else planes[:, 0]
 
     def _written(self, token: int) -> int:
@@ -502,8 +524,8 @@ class ToyRunner:
     def _check_windows(self, state: _State, position: int) -> None:
         """Compare what the query at ``position`` reads in groups with a window with the tokens of its sequence."""
         for group, window in enumerate(self._windows):
-            if window is not None:
-                for seen in range(max(0, position - window + 1), position):
+            if window is not None or group:
+                for seen in range(0 if window is None else max(0, position - window + 1), position):
                     cached = self._slot(state, seen, group).tolist()
                     assert cached == [self._written(state.token_ids[seen]), seen], (seen, position, group)
 

@@ -47,7 +47,7 @@ from pdserve.ipc.messages import (
     ToEngine,
     WeightsAnswer,
 )
-from pdserve.kv.groups import KVCacheGroups
+from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.host_copies import HostRoom
 from pdserve.pausing import Pausing, complete, completed
 from pdserve.protocols import DiskKV, HostMemory, KVConnector
@@ -137,6 +137,7 @@ class Node:
         state_slots: int = 0,
         windows: tuple[int | None, ...] = (None,),
         latent: bool = False,
+        heads: tuple[KVHeads, ...] = (),
         host: HostRoom | None = None,
         host_memory: Callable[..., HostMemory] = build_host_memory,
         disk: Callable[..., DiskKV] | None = None,
@@ -153,7 +154,7 @@ class Node:
                 num_blocks=num_blocks,
                 block_size=BLOCK,
                 num_state_slots=state_slots,
-                groups=KVCacheGroups(windows, tuple(range(len(windows)))),
+                groups=KVCacheGroups(windows, tuple(range(len(windows))), heads),
                 max_num_seqs=max_num_seqs,
                 max_batch_tokens=batch_tokens,
                 full_step=full_step,
@@ -171,7 +172,7 @@ class Node:
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
-        self.runner = runner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows, latent)
+        self.runner = runner(num_blocks, BLOCK, depth, stages, layered, state_slots, windows, latent, heads)
         setup = ConnectorSetup(self.epoch, states=self.runner.rank_states)
         wake = self._channel.wake
         self.connector = connector or LocalConnector(setup)

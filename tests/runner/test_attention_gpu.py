@@ -57,8 +57,9 @@ OTHER_HEADS = {
     "sevens-64": Shape(heads=14, kv_heads=2, head_dim=64, page=16, num_pages=600),
     "multi-query-256": Shape(heads=8, kv_heads=1, head_dim=256, page=32, num_pages=600),
 }
-SMALL_HEADS = {
+TRITON_HEADS = {
     "threes-16": Shape(heads=6, kv_heads=2, head_dim=16, page=16, windows=(None, 50), num_pages=600),
+    "eights-512": Shape(heads=16, kv_heads=2, head_dim=512, page=16, has_norms=True, num_pages=600),
     "threes-32": Shape(heads=6, kv_heads=2, head_dim=32, page=16, windows=(None, 50), num_pages=600),
 }
 
@@ -98,12 +99,12 @@ def test_every_step_equals_the_reference(name: str, dtype: torch.dtype, shape: s
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("shape", OTHER_HEADS | SMALL_HEADS)
+@pytest.mark.parametrize("shape", OTHER_HEADS | TRITON_HEADS)
 @pytest.mark.parametrize(("name", "dtype"), TRITON)
 def test_other_head_shapes_equal_the_reference_with_triton(
     name: str, dtype: torch.dtype, shape: str, step: str
 ) -> None:
-    check(name, (OTHER_HEADS | SMALL_HEADS)[shape], step, dtype)
+    check(name, (OTHER_HEADS | TRITON_HEADS)[shape], step, dtype)
 
 
 @pytest.mark.slow

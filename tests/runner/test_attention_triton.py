@@ -20,6 +20,7 @@ SHAPES = {
     "fours": Shape(heads=4, kv_heads=1, head_dim=64, page=64),
     "windows": Shape(heads=2, kv_heads=1, head_dim=16, page=16, windows=(None, 20, 3)),
     "threes": Shape(heads=6, kv_heads=2, head_dim=16, page=16),
+    "wide heads": Shape(heads=8, kv_heads=1, head_dim=512, page=16, has_norms=True),  # Gemma 4's full layers
 }
 
 # (tokens in the cache, new tokens) of each sequence

@@ -141,7 +141,7 @@ def test_the_triton_kernel_computes_what_torch_computes(page: int, head_dim: int
     expected = digester.compute(orders)
     rows = [[5, BLOCK, 0], [0, BLOCK, 0], [3, 3, 0], [2, 1, 0], [1, BLOCK, 0], [4, BLOCK, 0]]
     work = torch.tensor(rows, device=DEVICE)
-    digests_of_kernel = block_digests(digester._words, work, digester._multipliers, page, digester._row_words)
+    digests_of_kernel = block_digests(digester._words, work, digester._multipliers, page, digester._row_words[0])
     assert digests_of_kernel.tolist() == expected.tolist()
 
 
@@ -169,7 +169,7 @@ def grouped_digests(
         if triton:
             work = torch.tensor([list(row) for row in digester._blocks_with_tokens(order)], device=DEVICE)
             words = digester._words
-            rows = digester._row_words
+            rows = digester._row_words[0]
             total += block_digests(words, work, digester._multipliers, 4, rows).cpu().numpy()
         else:
             total += digester.compute([order]).cpu().numpy()

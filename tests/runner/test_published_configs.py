@@ -89,7 +89,7 @@ class _Forbidden:
 @pytest.mark.parametrize(
     ("model_type", "change", "words"),
     [
-        ("gemma4_text", lambda tensors: None, "one size for all layers"),
+        ("jetmoe", lambda tensors: None, "heads per layer follow"),
         ("llama4_text", lambda tensors: None, "give --max-model-len 16"),
         ("olmo2", lambda tensors: tensors.pop("model.norm.weight"), "missing keys: model.norm.weight"),
         ("olmo2", lambda tensors: tensors.update({"x.weight": torch.ones(3)}), "unexpected keys: x.weight"),
@@ -142,7 +142,7 @@ def lose_a_tensor(directory: Path) -> Path:
 CHECKPOINTS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "native, a tensor is missing": (lambda path: lose_a_tensor(make_checkpoint(path, "llama")), "model.norm.weight"),
     "library, a tensor is missing": (lambda path: lose_a_tensor(make_any_checkpoint(path, "olmo2")), "missing keys"),
-    "library, other heads": (lambda path: make_any_checkpoint(path, "gemma4_text"), "one size for all layers"),
+    "library, other heads": (lambda path: make_any_checkpoint(path, "jetmoe"), "heads per layer follow"),
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, node_config
+from checkpoints import GEMMA4_SIZES, make_checkpoint, node_config
 from quantized_checkpoints import quantize
 from ranks import Answer, Case, answer_of, answers_of_ranks
 
@@ -45,6 +45,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 2}),
     "deepseek-v3-ep": ("deepseek_v3", {"num_hidden_layers": 2}),
+    "gemma4-e2b": ("gemma4_text", GEMMA4_SIZES["E2B"]),
+    "gemma4-26b": ("gemma4_text", GEMMA4_SIZES["26B-A4B"]),
+    "gemma4-12b-ep": ("gemma4_text", {**GEMMA4_SIZES["26B-A4B"], "num_global_key_value_heads": 1}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
 FEW = [(name, "V1", 2) for name in ("llama-tied", "glm4-moe-ep", "qwen3-next")]

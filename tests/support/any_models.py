@@ -104,6 +104,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {"floor_scale": 8},
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "mimo_v2_flash": {"v_head_dim": 8},
     "moshi": {"sliding_window": ...},
     "plbart": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},
     "reformer": _DECODER,

@@ -50,6 +50,7 @@ FAMILIES: tuple[str, ...] = (
     "minimax_m2",
     *RECURRENT,
     *LATENT,
+    "gemma4_text",
 )
 
 _TINY: dict[str, Any] = {
@@ -176,6 +177,45 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {**_LATENT, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
     ),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, {**_LATENT}),
+    "gemma4_text": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 20,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 128,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+}
+_SIX_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+}
+GEMMA4_SIZES: dict[str, dict[str, Any]] = {  # what differs between the published sizes, made small
+    "E2B": {
+        **_SIX_LAYERS,
+        "num_key_value_heads": 1,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+    },
+    "E4B": {**_SIX_LAYERS, "num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+    "12B": {**_SIX_LAYERS, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "26B-A4B": {
+        **_SIX_LAYERS,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    },
+    "31B": {**_SIX_LAYERS, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
 }
 _MIMO_NORMS = ("token_layernorm", "hidden_layernorm", "final_layernorm")
 
@@ -205,10 +245,11 @@ def make_checkpoint(
     config.dtype = dtype
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+        stored = ("correction_bias", "layer_scalar")
+        buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(stored))
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
                 is_centered = family in RECURRENT and "linear_attn" not in name  # the norm scales by 1 + weight
                 parameter.copy_((0.0 if is_centered else 1.0) + 0.2 * noise)
             elif parameter.dim() == 1:
@@ -417,7 +458,7 @@ def node_config(
         num_blocks=num_blocks,
         block_size=block_size,
         kernel_block_size=kernel_block_size,
-        num_layers=model.kv_cache_groups.block_layers(range(model.num_kv_layers)),
+        num_layers=model.kv_cache_groups.block_layers(range(model.num_kv_layers), model.num_kv_heads),
         groups=model.kv_cache_groups,
         spec=model.kv_cache_spec(FP8_E4M3 if kv_scales else dtype),
     )

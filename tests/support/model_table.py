@@ -29,7 +29,7 @@ _REASONS = (
     (r"attends to later tokens", "attends to later tokens"),
     (r"asks for ([\w, ]+), which", r"asks for \1, which paged attention does not have"),
     (r"changes its mask", "a layer changes its mask"),
-    (r"one size for all layers", "its layers differ from each other, or from config.json, in heads or head sizes"),
+    (r"heads per layer follow", "its layers differ from each other, or from config.json, in heads or head sizes"),
     (
         r"logits on the paged KV cache differ",
         "the self-test finds other logits: positions or state are not in the KV cache",

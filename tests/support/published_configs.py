@@ -584,15 +584,19 @@ PUBLISHED: dict[str, PublishedConfig] = {
                 logits_scaling=16.0, residual_multiplier=0.22, rope_scaling=None, rope_theta=10000000.0, pad_token_id=0)
     ),
     "gemma-3n-E4B-it": PublishedConfig(_gemma3n()),
+    "gemma-4-31B-it": PublishedConfig(_gemma4()),
+    "gemma-4-26B-A4B-it": PublishedConfig(
+        _gemma4(enable_moe_block=True, moe_intermediate_size=32, num_experts=4, top_k_experts=2)
+    ),
+    "gemma-4-E2B-it": PublishedConfig(
+        _gemma4(attention_k_eq_v=False, num_global_key_value_heads=None, hidden_size_per_layer_input=8,
+                num_key_value_heads=1, num_kv_shared_layers=2, use_double_wide_mlp=True,
+                layer_types=["sliding_attention", "full_attention"] * 2)
+    ),
     "Mistral-Small-4": PublishedConfig(_mistral_small_4()),
     "Llama-4-Scout up to its chunks": PublishedConfig(_llama4(), max_model_len=128),
     # ------------------------------------------------------------ refused
     "Llama-4-Scout": PublishedConfig(_llama4(), "causal for 128 tokens: give --max-model-len 128"),
-    "gemma-4-31B-it": PublishedConfig(_gemma4(), "query heads, KV heads and head size; the KV cache has one size"),
-    "gemma-4-26B-A4B-it": PublishedConfig(
-        _gemma4(enable_moe_block=True, moe_intermediate_size=32, num_experts=4, top_k_experts=2),
-        "query heads, KV heads and head size; the KV cache has one size",
-    ),
     "MiniMax-M2-AWQ": PublishedConfig(
         _minimax("mixtral", quantization_config=_AWQ),
         r"model_type = 'mixtral' .*MiniMaxM2ForCausalLM.*, whose model_type is 'minimax_m2'. .* write 'minimax_m2'",

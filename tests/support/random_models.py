@@ -34,7 +34,7 @@ class RandomModel(NamedTuple):
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence; only dynamic frequencies allow more than the model's positions."""
-        dynamic = self.fields["rope_parameters"]["rope_type"] == "dynamic"
+        dynamic = self.fields["rope_parameters"].get("rope_type") == "dynamic"
         positions: int = self.fields["max_position_embeddings"]
         return 3 * positions if dynamic else positions
 
@@ -58,8 +58,11 @@ def draw_model(numbers: random.Random, families: Sequence[str] = FAMILIES) -> Ra
     family = numbers.choice(families)
     fields = _common(numbers, family)
     fields |= _SPECIFIC[family](numbers, fields)
-    fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2", *RECURRENT))
-    legacy = numbers.random() < 0.4
+    if family == "gemma4_text":
+        fields["rope_parameters"] = _two_ropes(numbers, fields)
+    else:
+        fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2", *RECURRENT))
+    legacy = numbers.random() < 0.4 and family != "gemma4_text"
     if legacy and family == "gpt_oss" and fields["rope_parameters"]["rope_type"] == "default":
         legacy = False  # without rope_scaling it has YaRN
     return RandomModel(
@@ -81,7 +84,7 @@ def draw_setup(numbers: random.Random, model: RandomModel, version: str = "V1") 
         "attention_backend": "triton" if triton else "torch",
         "kernel_block_size": page,
         "block_size": page * numbers.choice((1, 1, 2, 3)),
-        "num_blocks": 4 * model.longest // page + 16,
+        "num_blocks": (4 * model.longest // page + 16) * (6 if model.family == "gemma4_text" else 1),  # groups
         "max_model_len": model.longest,
         "chunk": numbers.choice((1 << 30, numbers.randrange(1, 60))),
         "stagger": numbers.choice((0, 1, 2)),
@@ -103,8 +106,8 @@ def draw_prompts(numbers: random.Random, model: RandomModel, num_tokens: int, mo
 
 def fits_v2(model: RandomModel) -> bool:
     """Whether Triton has kernels for its head sizes, and V2 its rotary embeddings."""
-    dynamic = model.fields["rope_parameters"]["rope_type"] == "dynamic"
-    sizes = model.fields["head_dim"], model.fields.get("kv_lora_rank", 16)
+    dynamic = model.fields["rope_parameters"].get("rope_type") == "dynamic"
+    sizes = model.fields["head_dim"], model.fields.get("global_head_dim", 16), model.fields.get("kv_lora_rank", 16)
     return all(fits_triton(size) for size in sizes) and not dynamic
 
 
@@ -282,6 +285,58 @@ def _glm4_moe_lite(numbers: random.Random, fields: Fields) -> Fields:
     return {**drawn, "mlp_layer_types": types}
 
 
+def _gemma4(numbers: random.Random, fields: Fields) -> Fields:
+    """Any of the published sizes' features together. Both kinds of layers have KV heads that divide the other's."""
+    layers = numbers.randrange(2, 7)
+    types = [numbers.choice(("full_attention", "sliding_attention")) for _ in range(layers - 1)] + ["full_attention"]
+    few = numbers.choice((1, 2))
+    kv_heads = [few, few * numbers.choice((1, 2, 3))]
+    numbers.shuffle(kv_heads)
+    heads = max(kv_heads) * numbers.choice((1, 2))
+    drawn: Fields = {
+        "num_hidden_layers": layers,
+        "layer_types": types,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads[0],
+        "num_global_key_value_heads": numbers.choice((None, kv_heads[1])),
+        "attention_k_eq_v": numbers.choice(_BOOLEANS),
+        "hidden_size": heads * numbers.choice((4, 8, 12, 16)),
+        "global_head_dim": numbers.choice((8, 12, 16, 32, 64)),
+        "sliding_window": numbers.choice((2, 20, 128)),
+        "final_logit_softcapping": numbers.choice((None, 5.0, 30.0)),
+        "hidden_size_per_layer_input": numbers.choice((0, 8)),
+        "vocab_size_per_layer_input": fields["vocab_size"],
+        "use_double_wide_mlp": numbers.choice(_BOOLEANS),
+        "enable_moe_block": numbers.choice(_BOOLEANS),
+    }
+    most_shared = max(count for count in range(layers) if set(types[: layers - count]) == set(types))
+    if drawn["hidden_size_per_layer_input"]:  # the library shares KV with such embeddings only
+        drawn["num_kv_shared_layers"] = numbers.choice((0, most_shared))
+    if drawn["enable_moe_block"]:
+        drawn |= {
+            "num_experts": numbers.choice((2, 4)),
+            "top_k_experts": numbers.choice((1, 2)),
+            "moe_intermediate_size": numbers.choice((16, 48)),
+        }
+    return drawn
+
+
+def _two_ropes(numbers: random.Random, fields: Fields) -> Fields:
+    """Return rope_parameters of both kinds of layers in Gemma 4, and remove the theta."""
+    theta = fields.pop("rope_theta")
+    kinds: list[Fields] = [
+        {"rope_type": "default"},
+        {"rope_type": "proportional", "partial_rotary_factor": numbers.choice((0.25, 0.5, 1.0))},
+        {"rope_type": "linear", "factor": 2.5},
+    ]
+    full = numbers.choice((kinds[1], *kinds))
+    sliding = numbers.choice((kinds[0], *kinds))
+    return {
+        "full_attention": full | {"rope_theta": theta},
+        "sliding_attention": sliding | {"rope_theta": numbers.choice((100.0, 1e4))},
+    }
+
+
 _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -298,6 +353,7 @@ _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _glm4_moe_lite,
+    "gemma4_text": _gemma4,
 }
 
 

@@ -12,6 +12,9 @@ from pdserve.kv.layout import KVLayout, KVScales
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import GENERATE, PoolingConfig
 
+#: Fields of a model that earlier releases do not have: where they are empty, both releases have one hash.
+_LATER_FIELDS = ("gemma4", "kv_heads", "kv_sources")
+
 
 def compat_fields_of(
     options: NodeOptions,
@@ -45,4 +48,8 @@ def compat_fields_of(
 
 def _config_hash(model: ModelConfig) -> str:
     """Return a hash of the model's configuration."""
-    return hashlib.sha256(msgspec.json.encode(model, order="sorted")).hexdigest()[:16]
+    fields = msgspec.structs.asdict(model)
+    for name in _LATER_FIELDS:
+        if not fields[name]:
+            del fields[name]
+    return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:16]

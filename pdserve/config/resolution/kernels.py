@@ -54,11 +54,11 @@ def choose_attention_backend(
                 "through transformers. Choose auto or torch"
             )
         return Resolved("torch", "it has all that a layer of transformers may ask for")
-    kind = type(model.kv_cache_spec(dtype))
+    of_cache = (model.latent, type(model.kv_cache_spec(dtype)), model.kv_heads)
     if options.attention_backend != "auto":
-        check_backend(options.attention_backend, platform, dtype, model.head_dim, model.attention, model.latent, kind)
+        check_backend(options.attention_backend, platform, dtype, model.head_dim, model.attention, *of_cache)
         return Resolved(options.attention_backend)
-    return Resolved(*choose_backend(platform, dtype, model.head_dim, model.attention, v1_forced, model.latent, kind))
+    return Resolved(*choose_backend(platform, dtype, model.head_dim, model.attention, v1_forced, *of_cache))
 
 
 def choose_runner(

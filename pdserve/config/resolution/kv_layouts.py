@@ -53,7 +53,13 @@ def padding_of_groups(model: ModelConfig) -> str:
     groups = model.kv_cache_groups
     if groups.num_groups == 1:
         return ""
-    padding = groups.num_groups * groups.block_layers(range(model.num_layers)) - model.num_layers
+    layers = range(model.num_kv_layers)
+    places = groups.block_layers(layers, model.num_kv_heads)
+    if groups.heads:
+        size = places * groups.finest.size * groups.num_groups
+        held = sum(heads.size for heads in model.kv_heads)
+        return f"kv_groups={groups.num_groups}: {groups}; {1 - held / size:.0%} of a block of each is padding"
+    padding = groups.num_groups * places - len(layers)
     return f"kv_groups={groups.num_groups}: {groups}; {padding} layers are padding"
 
 
@@ -70,12 +76,13 @@ def units_of_stages(
     state_spec = first.state_spec(dtype)
     state_shares = parallel.state_shares(model)
     units = []
+    shares = parallel.shares(model)
     for rank in range(0, parallel.num_ranks, parallel.tp):
         block = KVLayout(
             num_blocks=1,
             block_size=options.block_size,
             kernel_block_size=page,
-            num_layers=groups.block_layers(parallel.shares(model)[rank].layers),
+            num_layers=groups.block_layers(shares[rank].layers, shares[rank].num_heads),
             spec=spec,
             groups=groups,
         )

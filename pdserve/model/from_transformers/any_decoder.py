@@ -10,8 +10,11 @@ import importlib.util
 from typing import Any
 
 from pdserve.errors import shown
+from pdserve.kv.groups import KVHeads, finest_heads
+from pdserve.model import gemma4
 from pdserve.model.config_fields import LARGEST, ConfigFields
 from pdserve.model.from_transformers.library_configs import config_class, library_defaults
+from pdserve.model.kv_heads import read_kv_heads
 
 #: Other names of fields, in the order in which they are looked for. Source: ``attribute_map`` of transformers' configs.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -89,6 +92,8 @@ def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...
 
     The runner refuses a model whose loaded layers look further.
     """
+    if str(fields.get("model_type")) in gemma4.MODEL_TYPES:
+        return gemma4.windows(fields, num_layers)
     types = fields.get("layer_types")
     period = _WINDOW_PERIODS.get(str(fields.get("model_type")))
     if types is None and period is not None:
@@ -102,14 +107,26 @@ def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def read_heads(fields: ConfigFields) -> dict[str, Any]:
-    """Return num_heads, num_kv_heads and head_dim, that of keys. Raises CheckpointError."""
+def read_heads(fields: ConfigFields, num_layers: int) -> dict[str, Any]:
+    """Return num_heads, and num_kv_heads and head_dim, that of keys; kv_heads, too, if layers have unlike ones.
+
+    Raises CheckpointError.
+    """
     num_heads = fields.integer("num_attention_heads")
     if fields.get("kv_lora_rank") is not None:  # latent attention, expanded for each head
         head_dim = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
         return {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": head_dim}
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.error(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
     head_dim = fields.integer("head_dim", max(1, fields.integer("hidden_size") // num_heads))
-    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    windows = read_windows(fields, num_layers) or (None,) * num_layers
+    kv_heads = read_kv_heads(fields, windows, KVHeads(num_kv_heads, head_dim))
+    for heads in kv_heads:
+        if num_heads % heads.num_kv_heads:
+            raise fields.error(f"{num_heads} attention heads cannot share {heads.num_kv_heads} key/value heads evenly")
+    finest = finest_heads(kv_heads)
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": finest.num_kv_heads,
+        "head_dim": finest.head_dim,
+        "kv_heads": kv_heads if len(set(kv_heads)) > 1 else (),
+    }

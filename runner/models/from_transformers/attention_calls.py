@@ -8,7 +8,7 @@ is what the predicate says, whether or not the layer names it in its call.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pdserve.errors import ConfigError
-from pdserve.kv.layout import KVShare
 from pdserve.model.attention_spec import AttentionSpec
+from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.distributed.parallel_state import ParallelState
 
@@ -62,17 +62,33 @@ class HeadShard:
     shards gather the results.
     """
 
-    def __init__(self, num_heads: int, share: KVShare, parallel: ParallelState) -> None:
-        """``num_heads`` is the number of query heads of the whole model."""
+    def __init__(self, num_heads: int, keys: range, total_keys: int, head_dim: int, parallel: ParallelState) -> None:
+        """``num_heads`` and ``total_keys`` are the query and KV heads of the whole model, ``keys`` this shard's."""
         tp = parallel.position.parallel.tp
         shard = parallel.position.shard
         self._num_heads = num_heads
         self._parallel = parallel
         heads_per_shard = num_heads // tp
         self._queries = slice(shard * heads_per_shard, (shard + 1) * heads_per_shard)
-        self._keys = slice(share.first_head, share.first_head + share.num_heads)
-        self._total_keys = share.total_heads
-        self.sizes = (heads_per_shard, share.num_heads)  # query and KV heads of this shard
+        self._keys = slice(keys.start, keys.stop)
+        self._total_keys = total_keys
+        self.head_dim = head_dim
+        self.sizes = (heads_per_shard, len(keys))  # query and KV heads of this shard
+
+    @classmethod
+    def by_layer(cls, config: ModelConfig, parallel: ParallelState) -> list[HeadShard]:
+        """Return the heads of each layer of this rank."""
+        position = parallel.position
+        share = position.parallel.shares(config)[position.rank]
+        groups = config.kv_cache_groups
+        if not groups.heads:
+            keys = range(share.first_head, share.first_head + share.num_heads)
+            return [cls(config.num_heads, keys, share.total_heads, config.head_dim, parallel)] * len(position.layers)
+        of_group = [
+            cls(config.num_heads, share.heads_in(groups, group), heads.num_kv_heads, heads.head_dim, parallel)
+            for group, heads in enumerate(groups.heads)
+        ]
+        return [of_group[groups.layers[layer]] for layer in position.layers]
 
     def knows(self, num_heads: int, num_kv_heads: int) -> bool:
         """Whether a layer computes this shard's heads, or all."""
@@ -100,24 +116,24 @@ class HeadShard:
 class PagedCalls:
     """Attends over the paged cache of one rank. V that is narrower than K is padded with zeros."""
 
-    def __init__(self, backend: AttentionBackend, heads: HeadShard, first_layer: int, head_dim: int) -> None:
+    def __init__(self, backend: AttentionBackend, heads: Sequence[HeadShard], first_layer: int) -> None:
+        """``heads`` of each layer of this rank."""
         self._backend = backend
         self._heads = heads
         self._first_layer = first_layer
-        self._head_dim = head_dim
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, asked: AttentionSpec, call: dict[str, Any]) -> Tensor:
-        heads = self._heads
         width = v.shape[-1]
         layer -= self._first_layer
+        heads = self._heads[layer]
         mine = heads.queries(q)
         k = heads.keys(k)
         v = heads.keys(v)
-        if width < self._head_dim:
-            v = nn.functional.pad(v, (0, self._head_dim - width))
+        if width < heads.head_dim:
+            v = nn.functional.pad(v, (0, heads.head_dim - width))
         self._backend.store(layer, k, v)
         attended = self._backend.attend(layer, mine.contiguous(), heads.sinks(call["s_aux"]))
-        attended = attended.view(len(q), -1, self._head_dim)[..., :width]
+        attended = attended.view(len(q), -1, heads.head_dim)[..., :width]
         return attended if mine.shape == q.shape else heads.whole(attended)
 
 

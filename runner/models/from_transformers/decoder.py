@@ -58,8 +58,7 @@ class TransformersDecoder(Model):
         self._model: Any = None
         self._body: Any = None
         self._scores: Any = None  # the head of a sequence classifier
-        share = self._position.parallel.shares(config)[self._position.rank]
-        self._heads = HeadShard(config.num_heads, share, parallel)
+        self._heads = HeadShard.by_layer(config, parallel)
         self._received = self._sent = torch.empty(0)
 
     def load(self, model_dir: Path, weights: Mapping[str, Any] | None) -> None:
@@ -114,7 +113,7 @@ class TransformersDecoder(Model):
         output_tokens: Tensor | None = None,
     ) -> Pausing[Tensor]:
         """Compute all layers without a pause. See Model."""
-        calls = PagedCalls(backend, self._heads, self._position.layers.start, self.config.head_dim)
+        calls = PagedCalls(backend, self._heads, self._position.layers.start)
         hidden = self._run_body(inputs, positions, calls)
         return completed(hidden if output_tokens is None else hidden.index_select(0, output_tokens))
 
@@ -175,7 +174,8 @@ class TransformersDecoder(Model):
 
     def _part(self) -> ModelPart:
         position = self._position
-        shards = TensorShards(self.parallel, self.config.num_kv_heads) if position.parallel.tp > 1 else None
+        fewest = min((heads.num_kv_heads for heads in self.config.kv_heads), default=self.config.num_kv_heads)
+        shards = TensorShards(self.parallel, fewest) if position.parallel.tp > 1 else None
         return ModelPart(self.config.num_layers, position.layers, position.is_first, position.is_last, shards)
 
     def _layers_of_stages(self, pp: int) -> nn.ModuleList:
@@ -212,7 +212,6 @@ class TransformersDecoder(Model):
     @torch.inference_mode()
     def _trace(self) -> tuple[AttentionSpec, ...]:
         """Run two tokens, and return what each layer asks for. Raises ConfigError for anything unknown."""
-        config = self.config
         calls = TracedCalls(self.config.max_position_embeddings)
         tokens = torch.arange(2, device=self._placement.device)
         layers = self._position.layers
@@ -230,11 +229,12 @@ class TransformersDecoder(Model):
                 "a model is served only if each layer attends once"
             )
         for layer, (num_heads, num_kv_heads, head_dim) in calls.sizes.items():
-            if head_dim != config.head_dim or not self._heads.knows(num_heads, num_kv_heads):
-                expected = (*self._heads.sizes, config.head_dim)
+            heads = self._heads[layer - layers.start]
+            if head_dim != heads.head_dim or not heads.knows(num_heads, num_kv_heads):
                 raise ConfigError(
                     f"layer {layer} has {(num_heads, num_kv_heads, head_dim)} query heads, KV heads and head size; "
-                    f"the KV cache has one size for all layers, here {expected}. Choose a model of equal layers"
+                    f"config.json says {(*heads.sizes, heads.head_dim)} for a layer of this rank. Choose a model whose "
+                    "heads per layer follow from config.json"
                 )
         self._check_windows(calls)
         self._check_groups(calls)

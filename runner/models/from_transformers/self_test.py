@@ -19,7 +19,8 @@ from pdserve.config.parallel import shard_of
 from pdserve.errors import ConfigError, shown
 from pdserve.kv.groups import KVCacheGroups
 from pdserve.kv.layout import KVLayout
-from runner.attention.paged_torch import PagedTorchAttention
+from runner.attention import AttentionBackend
+from runner.attention.build import build_backend
 from runner.batch import AttentionBatch
 from runner.kv_cache import KVCache
 from runner.models.from_transformers.decoder import TransformersDecoder
@@ -86,13 +87,16 @@ def _paged_logits(
     """Return logits [tokens, vocab_size] float32 of each prompt, on ranks of the last stage; nothing on others."""
     page = layout.kernel_block_size
     needed = [-(-len(prompt) // page) for prompt in prompts]
-    one_group = KVCacheGroups()  # windows are masked: they need no blocks of their own here
-    num_layers = len(decoder.parallel.position.layers)
-    layout = KVLayout(sum(needed), page, page, num_layers, layout.spec, one_group)
+    share = decoder.parallel.position.parallel.shares(decoder.config)[decoder.parallel.position.rank]
+    groups = _without_windows(layout.groups)  # windows are masked: they need no blocks of their own here
+    num_pages = sum(needed) * groups.num_groups
+    num_layers = groups.block_layers(share.layers, layout.num_kv_heads)
+    layout = KVLayout(num_pages, page, page, num_layers, layout.spec, groups)
     model = msgspec.structs.replace(shard_of(decoder.config, decoder.parallel.position), attention=decoder.attention)
-    backend = PagedTorchAttention(model, KVCache(layout, placement.device), placement)
-    pages = np.random.default_rng(0).permutation(sum(needed)).astype(np.int32)
-    tables = [pages[: needed[0]], pages[needed[0] :]]
+    cache = KVCache(layout, placement.device, share if groups.heads else None)
+    backend = build_backend("torch", model, cache, placement, len(prompts), 0)
+    pages = np.random.default_rng(0).permutation(num_pages).astype(np.int32).reshape(groups.num_groups, -1)
+    tables = [pages[:, : needed[0]], pages[:, needed[0] :]]
     logits: list[list[Tensor]] = [[], []]
     for step in _steps(*map(len, prompts)):
         batch, positions = _batch(step, tables, page, placement.device)
@@ -107,9 +111,16 @@ def _paged_logits(
     return [torch.cat(parts) for parts in logits if parts]
 
 
-def _through_stages(
-    decoder: TransformersDecoder, ids: Tensor, positions: Tensor, backend: PagedTorchAttention
-) -> Tensor:
+def _without_windows(groups: KVCacheGroups) -> KVCacheGroups:
+    """Return a group for each kind of heads."""
+    if not groups.heads:
+        return KVCacheGroups()
+    kinds = sorted(set(groups.heads))
+    layers = tuple(kinds.index(groups.heads[group]) for group in groups.layers)
+    return KVCacheGroups((None,) * len(kinds), layers, tuple(kinds))
+
+
+def _through_stages(decoder: TransformersDecoder, ids: Tensor, positions: Tensor, backend: AttentionBackend) -> Tensor:
     """Return the last stage's hidden states [tokens, hidden_size], one stage after the other."""
     position = decoder.parallel.position
     hidden = ids
@@ -137,20 +148,22 @@ def _steps(first: int, second: int) -> list[list[Part]]:
 def _batch(
     step: Sequence[Part], tables: Sequence[np.ndarray], page: int, device: torch.device
 ) -> tuple[AttentionBatch, Tensor]:
+    """``tables``: of each prompt, the pages in each group [groups, pages]."""
     query_starts = np.cumsum([0, *(count for _, _, count in step)]).astype(np.int32)
     seq_lens = np.array([first + count for _, first, count in step], dtype=np.int32)
-    width = max(len(table) for table in tables)
-    table = np.stack([np.pad(tables[prompt], (0, width - len(tables[prompt]))) for prompt, _, _ in step])
+    width = max(table.shape[1] for table in tables)
+    padded = [np.pad(tables[prompt], ((0, 0), (0, width - tables[prompt].shape[1]))) for prompt, _, _ in step]
+    by_group = np.stack(padded, axis=1)  # [groups, rows, width]
     positions = np.concatenate([np.arange(first, first + count) for _, first, count in step])
     rows = np.repeat(np.arange(len(step)), np.diff(query_starts))
-    slots = table[rows, positions // page].astype(np.int64) * page + positions % page
-    batch = AttentionBatch(
-        query_starts=query_starts,
-        seq_lens=seq_lens,
+    slots = by_group[:, rows, positions // page].astype(np.int64) * page + positions % page
+    batch = AttentionBatch.of_groups(
+        query_starts,
+        seq_lens,
         device_query_starts=torch.from_numpy(query_starts).to(device),
         device_seq_lens=torch.from_numpy(seq_lens).to(device),
-        page_table=torch.from_numpy(table).to(device),
-        slots=torch.from_numpy(slots).to(device),
+        page_tables=list(torch.from_numpy(by_group).to(device)),
+        slots=list(torch.from_numpy(slots).to(device)),
     )
     return batch, torch.from_numpy(positions).to(device)
 
