@@ -82,6 +82,8 @@ SMALL_CHUNKS = (16, 48, 64)  # beside nodes of V2: its interpreter takes seconds
 SMALL_LONGEST = 60  # tokens of a chat's texts there
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
+#: Triton's interpreter takes seconds per token on a busy machine, and no D may pause for minutes.
+PATIENT = ("--client-stall-timeout", f"{ANSWER_SECONDS}", "--request-timeout", f"{4 * ANSWER_SECONDS}")
 NOISE = 2  # requests at a time whose clients leave
 TOLERANCE = 1e-4  # largest difference of log-probabilities
 TOLERANCES = dict.fromkeys((*KINDS["recurrent"], "qwen3_5", "qwen3_5_moe"), 1e-3)
@@ -255,7 +257,7 @@ class World:
             reference = stack.enter_context(Fleet())
             flags = [*plan.common_flags, *plan.image_flags, "--block-size", "16"]
             reference.start_decode(model, flags, RUNNER_ENVIRONMENTS["V1"])
-            reference.start_router(model)
+            reference.start_router(model, PATIENT)
             flags = [*plan.flags(plan.prefill, directory), "--lease-seconds", "3", "--drain-timeout", "0"]
             sources = ["--kv-source", f"file://{listed}"] if plan.pulls else []
             flags += [*sources, *plan.image_flags]
@@ -266,8 +268,7 @@ class World:
                 nodes.start_decode(model, flags, {**RUNNER_ENVIRONMENTS[node.runner], **pulls})
             listed.write_text("".join(f"{node.address}\n" for node in nodes.nodes))
             policy = ["--policy", "prefix-aware"] if plan.pulls else []  # this policy names the nodes to pull from
-            patient = ["--client-stall-timeout", str(ANSWER_SECONDS)]  # on a busy machine no D may pause for minutes
-            nodes.start_router(model, ["--migrations", "50", *patient, *policy], pulls)
+            nodes.start_router(model, ["--migrations", "50", *PATIENT, *policy], pulls)
             nodes.wait_ready(300.0)
             reference.wait_ready(300.0)
             world = World(nodes, reference)
