@@ -3,7 +3,8 @@
     python bench/make_checkpoint.py /tmp/qwen3-27m                                       for CPUs
     python bench/make_checkpoint.py /tmp/llama-8b --shape llama-8b --config-only         for GPUs, --load-format dummy
 
-Tokenizer and chat template are those of the embedded model, so the checkpoint can be served. ``--set`` changes fields
+Tokenizer and chat template are those of the embedded model, so the checkpoint can be served; shapes with a vision tower
+have small ones with tokens of images, and no weights (``--config-only``). ``--set`` changes fields
 of config.json: ``--set num_hidden_layers=4``. Quantized weights are random codes with one scale.
 
 Another server needs the same weights if the model has experts: its own random weights may send all tokens to a few of
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ from runner.loading.decoder_weights import DecoderWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
+
+ROOT = Path(__file__).parents[1]
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -316,6 +320,68 @@ _QWEN3_5_8L: dict[str, Any] = {
     "rope_theta": 10000000,
 }
 
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+# Qwen3.5-27B with 8 of its 64 text layers, and its whole tower.
+_QWEN3_5_8L_IMAGES: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{name: value for name, value in _QWEN3_5_8L.items() if name not in ("architectures", "rope_theta")},
+        "attn_output_gate": True,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
+    "vision_config": _QWEN_VISION | {"model_type": "qwen3_5", "out_hidden_size": 5120, "deepstack_visual_indexes": []},
+}
+
+_QWEN3_VL_8B: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    "vision_config": _QWEN_VISION
+    | {"model_type": "qwen3_vl", "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
+}
+
 _DEEPSEEK: dict[str, Any] = {
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
@@ -472,8 +538,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b-fp8": _QWEN3_30B_A3B | {"quantization_config": _FP8_BLOCKS},
     "qwen3-30b-a3b-nvfp4": _QWEN3_30B_A3B | {"quantization_config": _NVFP4},
     "qwen3-30b-a3b-awq": _QWEN3_30B_A3B | {"quantization_config": _AWQ | {"modules_to_not_convert": ["mlp.gate."]}},
+    "qwen3-vl-8b": _QWEN3_VL_8B,
     "qwen3-next-12l": _QWEN3_NEXT_12L,
     "qwen3.5-8l": _QWEN3_5_8L,
+    "qwen3.5-8l-images": _QWEN3_5_8L_IMAGES,
     "qwen3.5-35b-a3b": _QWEN3_5_35B_A3B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "deepseek-v3-5l-fp8": _DEEPSEEK_V3_5L_FP8,
@@ -511,12 +579,27 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
     for file in EMBEDDED_MODEL.iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
             shutil.copy(file, directory)
+    if "vision_config" in config:
+        config = config | write_image_files(directory)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     if weights:
         save_file(random_tensors(directory), directory / "model.safetensors", {"format": "pt"})
     model = load_model_config(directory)
     size = num_parameters(model, choose_parallel_config(model, pp=1, tp=1).position(0))
     print(f"{directory}: {size / 1e6:.1f} M parameters" + ("" if weights else ", config only"))
+
+
+def write_image_files(directory: Path) -> dict[str, int]:
+    """Write a small tokenizer with the tokens of images, and the processor as published; return the tokens' ids."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    from image_checkpoints import PROCESSOR, write_tokenizer
+
+    ids = write_tokenizer(directory)
+    sizes = {"longest_edge": 16_777_216, "shortest_edge": 65_536}
+    (directory / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "size": sizes}))
+    names = {"image_pad": "image_token_id", "video_pad": "video_token_id"}
+    names |= {name: f"{name}_token_id" for name in ("vision_start", "vision_end")}
+    return {field: ids[f"<|{name}|>"] for name, field in names.items()}
 
 
 def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -606,6 +689,8 @@ def main() -> None:
     args = parser.parse_args()
     changes = {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)}
     config = SHAPES[args.shape] | changes
+    if "vision_config" in config and not args.config_only:
+        parser.error(f"--shape {args.shape} has a vision tower, whose weights are not written; add --config-only")
     make(args.directory, config, weights=not args.config_only)
 
 

@@ -15,7 +15,7 @@ import msgspec
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.attention_backends import Platform, flashinfer_kernels
+from pdserve.config.attention_backends import Platform, flashinfer_kernels, patch_kernel
 from pdserve.config.kernels.flashinfer_hosts import compiler_problem, missing_kernels, with_compiled_kernels
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
@@ -199,6 +199,10 @@ def _with_compiled_kernels(config: NodeConfig, environ: Mapping[str, str]) -> No
         return config
     assert config.device.capability is not None
     kernels = flashinfer_kernels(config.model, config.dtype, config.kv_layout.dtype == FP8_E4M3)
+    vision = config.model.vision
+    if config.has_tower and vision is not None:
+        of_patches = patch_kernel(vision.head_dim, config.dtype, config.device.capability)
+        kernels = tuple(dict.fromkeys((*kernels, *([of_patches] if of_patches else []))))
     missing = missing_kernels(kernels, config.device.capability, environ)
     return with_compiled_kernels(config, missing, compiler_problem(environ) if missing else "")
 

@@ -72,9 +72,11 @@ class Served:
         tokens = choice.token_ids
         end = next((at for at, token in enumerate(tokens) if token in self._vision_tokens), len(tokens) - 1)
         logits = self.reference.logits(ids + tokens[:end], images)[len(ids) - 1 :]
-        assert tokens[: end + 1] == logits.argmax(-1).tolist(), f"a prompt of {len(ids)} tokens, {len(images)} images"
-        best = logits.float().log_softmax(-1).max(-1).values
-        torch.testing.assert_close(torch.tensor(choice.logprobs[: end + 1]), best, atol=TOLERANCE, rtol=0.0)
+        expected = logits.float().log_softmax(-1)
+        actual = torch.tensor(choice.logprobs[: end + 1])
+        torch.testing.assert_close(actual, expected.max(-1).values, atol=TOLERANCE, rtol=0.0)
+        of_tokens = expected.gather(-1, torch.tensor(tokens[: end + 1])[:, None])[:, 0]
+        torch.testing.assert_close(actual, of_tokens, atol=TOLERANCE, rtol=0.0)  # another one is as likely
         assert choice.text == self.reference.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def migrations(self, reason: str) -> float:
