@@ -655,3 +655,11 @@ def test_random_weights_have_a_deviation_as_unquantized_ones(tmp_path: Path) -> 
     for linear in every_linear(built):
         assert 0.01 < float(linear.weights[0].dequantized(torch.float32).std()) < 0.04
     built.close()
+
+
+def test_a_bias_of_the_head_is_refused(tmp_path: Path) -> None:
+    _, quantized = mixed(tmp_path)
+    tensors = load_file(quantized / "model.safetensors")
+    save_file({**tensors, "lm_head.bias": torch.ones(128)}, quantized / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tensor lm_head.bias has no place in the model"):
+        runner.build(node_config(quantized, runner="V2"), lambda stage, fraction: None)
