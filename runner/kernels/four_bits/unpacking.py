@@ -373,9 +373,9 @@ def _unpack_pairs(
             pack=2,
         )
     elif SCALED:
-        CODE: tl.constexpr = _INT4_PAIRS_BFLOAT16 if SCALE == "bfloat16" else _INT4_PAIRS_FLOAT16
+        PAIRS_CODE: tl.constexpr = _INT4_PAIRS_BFLOAT16 if SCALE == "bfloat16" else _INT4_PAIRS_FLOAT16
         a, b, c, d = tl.inline_asm_elementwise(
-            CODE,
+            PAIRS_CODE,
             "=r,=r,=r,=r,r,r,r",
             [words, _spread(scales, words)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
