@@ -56,23 +56,30 @@ SPLITS = (1, 2, 3, 4, 6, 8)
 MOST_SPLIT_ROWS = 64
 DEVICE = torch.device("cuda")
 
-#: Outputs of a tile, blocks in a step, warps and stages, by rows of a tile.
+#: Outputs of a tile, blocks in a step, warps, stages and registers, by rows of a tile.
 LINEAR_TILES = {
-    8: [(64, 1, 4, 5), (64, 2, 4, 4), (64, 4, 4, 3), (128, 1, 4, 5), (128, 2, 4, 4), (128, 4, 4, 3), (128, 2, 8, 4)],
-    32: [(64, 1, 4, 5), (64, 2, 4, 4), (128, 1, 4, 5), (128, 2, 4, 3), (128, 2, 8, 3), (256, 1, 8, 4)],
-    64: [(64, 2, 4, 3), (128, 1, 4, 4), (128, 2, 4, 3), (128, 2, 8, 3), (256, 1, 8, 4)],
-    128: [(64, 1, 4, 4), (128, 1, 8, 3), (128, 1, 8, 4), (256, 1, 8, 3), (256, 1, 8, 4)],
-    256: [(64, 1, 4, 3), (128, 1, 8, 3), (128, 1, 8, 4)],
+    8: [
+        (64, 2, 4, 4, 0),
+        (64, 4, 4, 3, 0),
+        (128, 2, 4, 4, 0),
+        (128, 4, 4, 3, 0),
+        (256, 1, 4, 4, 0),
+        (256, 2, 4, 3, 0),
+        (256, 2, 8, 3, 0),
+        (256, 4, 8, 3, 0),
+    ],
+    32: [(64, 2, 4, 4, 0), (128, 2, 4, 3, 0), (128, 1, 4, 5, 0), (128, 2, 8, 3, 80), (256, 2, 8, 3, 0)],
+    64: [(64, 2, 4, 3, 0), (128, 2, 4, 3, 0), (128, 2, 8, 3, 0), (256, 1, 8, 4, 0), (256, 2, 16, 3, 0)],
+    128: [(64, 1, 4, 4, 0), (128, 1, 8, 4, 0), (128, 1, 8, 4, 128), (256, 1, 16, 4, 0)],
+    256: [(128, 1, 8, 4, 0), (128, 1, 16, 3, 0)],
 }
 EXPERT_TILES = {
-    8: [(64, 1, 4, 4), (64, 2, 4, 4), (128, 1, 4, 4), (128, 2, 4, 3)],
-    16: [(64, 2, 4, 4), (128, 1, 4, 4), (128, 2, 4, 3)],
-    32: [(64, 2, 4, 4), (128, 1, 4, 4), (128, 2, 4, 3)],
-    64: [(128, 1, 4, 4), (128, 2, 4, 3), (128, 1, 8, 4)],
-    128: [(64, 1, 4, 4), (128, 1, 8, 3), (256, 1, 8, 3)],
+    8: [(64, 2, 4, 4, 0), (128, 2, 4, 3, 0), (128, 4, 4, 3, 0), (256, 2, 4, 3, 0)],
+    16: [(128, 1, 4, 4, 0), (128, 2, 4, 3, 0), (128, 4, 4, 3, 0)],
+    32: [(128, 1, 4, 4, 0), (128, 2, 4, 3, 0), (256, 2, 8, 3, 0)],
+    64: [(128, 1, 4, 4, 0), (128, 2, 4, 3, 0), (128, 2, 8, 3, 0)],
+    128: [(64, 1, 4, 4, 0), (128, 1, 8, 4, 0), (128, 1, 8, 4, 128), (256, 1, 16, 4, 0)],
 }
-
-
 CHECKED_TILES = (
     (1, Tiles(8, 64, 1, 2, 4, 4)),
     (5, Tiles(8, 128, 3, 1, 4, 4)),
@@ -328,10 +335,10 @@ class Sweep:
                 for tile_rows in {max(usual // 2, 8), usual, min(2 * usual, 128)} if rows > 1 else {8}:
                     row_tiles = [rows_in_tiles(route, NUM_EXPERTS, tile_rows) for route in routes[rows]]
                     used = sum(int(route.unique().numel()) for route in routes[rows]) / len(routes[rows])
-                    for outputs_of_tile, unroll, warps, stages in EXPERT_TILES[tile_rows]:
+                    for outputs_of_tile, *options in EXPERT_TILES[tile_rows]:
                         if not self.has_time():
                             return
-                        tiles = Tiles(tile_rows, outputs_of_tile, 1, unroll, warps, stages)
+                        tiles = Tiles(tile_rows, outputs_of_tile, 1, *options)
                         facts = {"layer": f"experts {name}", "rows": rows, "form": form_name, "tiles": list(tiles)}
                         facts["bytes"] = stack.bytes_read * used / NUM_EXPERTS
                         problem = self.problems.get(Task(True, form_name, shape, tiles))
@@ -365,12 +372,12 @@ def linear_tiles(rows: int, outputs: int, inputs: int) -> Iterator[Tiles | None]
     if rows >= 128:
         yield None
     for tile_rows in tile_rows_of(rows):
-        for block_out, unroll, warps, stages in LINEAR_TILES[tile_rows]:
+        for block_out, *options in LINEAR_TILES[tile_rows]:
             programs = -(-outputs // block_out) * -(-rows // tile_rows)
             for splits in SPLITS:
                 fits = splits == 1 or (tile_rows <= MOST_SPLIT_ROWS and rows <= 128 and programs * splits <= 132 * 8)
-                if fits and inputs // 64 // unroll >= 2 * splits:
-                    yield Tiles(tile_rows, block_out, splits, unroll, warps, stages)
+                if fits and inputs // 64 // options[0] >= 2 * splits:
+                    yield Tiles(tile_rows, block_out, splits, *options)
 
 
 def tasks(row_counts: tuple[int, ...], forms: list[str]) -> Iterator[Task]:
@@ -390,7 +397,7 @@ def summary(cells: list[dict[str, Any]]) -> list[str]:
         key = cell["layer"], cell["rows"], cell["form"]
         if "us" in cell and (key not in best or cell["us"] < best[key]["us"]):
             best[key] = cell
-    lines = ["layer          rows   bf16 us | form: us (% of 4.8 TB/s) rows,outputs,splits,unroll,warps,stages"]
+    lines = ["layer          rows   bf16 us | form: us (% of 4.8 TB/s) tiles, as Tiles has them |"]
     for layer, rows in dict.fromkeys((cell["layer"], cell["rows"]) for cell in cells):
         line = f"{layer:<15}{rows:>4} {best.get((layer, rows, 'bfloat16'), {}).get('us', 0):>9} |"
         for form in FORMS:

@@ -30,6 +30,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EMBEDDING = "model.embed_tokens.weight"
 _NORM = "model.norm.weight"
 _HEAD = "lm_head."
+_TABLES = _EMBEDDING, _NORM, f"{_HEAD}weight"  # and parts of quantized ones
 _C_LIBRARY = ctypes.CDLL(None)
 
 
@@ -70,7 +71,7 @@ class DecoderWeights(ModelWeights):
     def _ignored(self, stored: Iterable[str]) -> set[str]:
         """Return the stored tensors that other ranks load and check, or no rank: such as a tied head."""
         mine = {name for name, _ in self.shards()}
-        tables = tuple(self._decoder.checkpoint_name(name) for name in (_EMBEDDING, _NORM, _HEAD))
+        tables = tuple(self._decoder.checkpoint_name(name) for name in _TABLES)
         return {name for name in stored if name not in mine and (name.startswith(tables) or self._is_elsewhere(name))}
 
     def _is_elsewhere(self, name: str) -> bool:

@@ -333,23 +333,32 @@ def test_logprobs_on_gpus_err_by_the_rounding_of_activations(family: str, name: 
     built.close()
 
 
-def test_experts_that_are_packed_together_are_those_packed_alone() -> None:
-    form = FourBitForm("int4", 64, has_zeros=True, scale_dtype=torch.bfloat16)
+@pytest.mark.parametrize("kind", ["int4", "e2m1"])
+def test_experts_that_are_packed_together_are_those_packed_alone(kind: Any) -> None:
+    """Scales of 0 hide codes other than 0, which are unpacked all the same."""
+    is_e2m1 = kind == "e2m1"
+    dtype = torch.float8_e4m3fn if is_e2m1 else torch.bfloat16
+    form = FourBitForm(kind, 16 if is_e2m1 else 64, has_zeros=not is_e2m1, scale_dtype=dtype)
     alone, together = (FourBitExperts(3, 40, 192, form, CPU) for _ in range(2))
     generator = torch.Generator().manual_seed(4)
     codes = torch.randint(256, (120, 96), generator=generator, dtype=torch.uint8)
-    zeros = torch.randint(16, (120, 3), generator=generator, dtype=torch.uint8)
-    scales = random(120, 3, seed=5).bfloat16()
-    together._pack(0, 3, codes, scales, zeros, None)
+    groups = 192 // form.group
+    zeros = None if is_e2m1 else torch.randint(16, (120, groups), generator=generator, dtype=torch.uint8)
+    scales = random(120, groups, seed=5).abs()
+    scales[::3, 1] = 0
+    scales = scales.to(dtype)
+    factors = random(120, seed=6) if is_e2m1 else None
+    together._pack(0, 3, codes, scales, zeros, factors)
     for expert in range(3):
         rows = slice(40 * expert, 40 * expert + 40)
-        alone.pack(expert, codes[rows], scales[rows], zeros[rows], None)
+        part = None if zeros is None else zeros[rows]
+        alone.pack(expert, codes[rows], scales[rows], part, None if factors is None else factors[rows])
         unpacked = together.unpack(expert)
         assert torch.equal(unpacked.codes, codes[rows])
-        assert torch.equal(unpacked.scales, scales[rows])
-        assert unpacked.zeros is not None
-        assert torch.equal(unpacked.zeros, zeros[rows])
+        assert torch.equal(unpacked.scales.float(), scales[rows].float())
+        assert part is None or (unpacked.zeros is not None and torch.equal(unpacked.zeros, part))
     assert torch.equal(alone.words, together.words)
+    assert torch.equal(alone.output_scales, together.output_scales)
 
 
 def mixed(tmp_path: Path, family: str = "qwen3", **sizes: Any) -> tuple[Path, Path]:
@@ -655,3 +664,11 @@ def test_random_weights_have_a_deviation_as_unquantized_ones(tmp_path: Path) -> 
     for linear in every_linear(built):
         assert 0.01 < float(linear.weights[0].dequantized(torch.float32).std()) < 0.04
     built.close()
+
+
+def test_a_bias_of_the_head_is_refused(tmp_path: Path) -> None:
+    _, quantized = mixed(tmp_path)
+    tensors = load_file(quantized / "model.safetensors")
+    save_file({**tensors, "lm_head.bias": torch.ones(128)}, quantized / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tensor lm_head.bias has no place in the model"):
+        runner.build(node_config(quantized, runner="V2"), lambda stage, fraction: None)

@@ -120,6 +120,22 @@ def test_dequantizing_kernel_equals_plain_torch(form: FourBitForm) -> None:
     torch.testing.assert_close(weight.dequantized(torch.float32), expected, rtol=2e-7, atol=0)
 
 
+def test_groups_with_scale_zero_are_zero_and_keep_their_codes() -> None:
+    """Stored E4M3 scales have no 0."""
+    stored = random_stored(NVFP4, 70, 128)
+    stored.scales.view(torch.uint8)[3:9, 1:5] = 0
+    weight = FourBitWeight(70, 128, NVFP4, CPU, use_triton=True)
+    weight.pack(*stored)
+    assert all(map(same_bits, stored, weight.unpack()))
+    expected = plain_weight(NVFP4, stored).float()
+    assert torch.equal(weight.dequantized(torch.float32), products.dequantize(weight.stack, 0, torch.float32))
+    torch.testing.assert_close(weight.dequantized(torch.float32), expected, rtol=2e-7, atol=0)
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(2))
+    assert relative_error(weight.product(x), x @ expected.t()) < 1e-6
+    weight.pack(*stored._replace(codes=torch.zeros_like(stored.codes)))
+    assert not weight.unpack().codes.any()
+
+
 def routing_of(tokens: int, experts: int) -> Routing:
     logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(5))
     return choose_experts(logits, None, top_k=2, sigmoid=False, renormalize=True, groups=(1, 1), scale=1.0)

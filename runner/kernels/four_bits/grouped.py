@@ -134,6 +134,7 @@ def grouped_product(
         UNROLL=tiles.unroll,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **({"maxnreg": tiles.registers} if tiles.registers else {}),
         **form_options(stack.form, stack.inputs, x.dtype),
     )
     return y

@@ -31,9 +31,11 @@ from runner.kernels.four_bits.unpacking import (
 
 _WORDS = tl.constexpr(layout.WORDS)
 _BLOCK = tl.constexpr(layout.BLOCK)
-_PART = tl.constexpr(layout.PART)
+_PREFETCHED = tl.constexpr(8)  # blocks of inputs
 _TOGETHER = 8  # tiles of rows whose programs share blocks of weights in the cache
-_MOST_SPLITS = 8
+_MOST_SPLITS = 4
+_MOST_SPLIT = 128  # tokens of products whose inputs are split
+_PROGRAMS = 3  # programs per processor that splits may add up to
 _FEW_ROWS = 64  # least rows of a tile whose weights many other tiles read
 _LEAST_ROWS = 8  # as a product's right operand
 _MOST_ROWS = 256  # more are multiplied with a dequantized weight
@@ -48,6 +50,26 @@ class Tiles(NamedTuple):
     unroll: int  # blocks of inputs in a step
     warps: int
     stages: int
+    registers: int = 0  # most of a thread, so that more programs run on a processor; 0: as the compiler likes
+
+
+@triton.jit
+def _prefetch(words, tile, split, splits, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """Read the first _PREFETCHED blocks of a tile's words into the L2 cache, while the kernel before still runs."""
+    BLOCKS: tl.constexpr = IN // _BLOCK
+    index = tl.arange(0, 128)  # a thread each
+    block = split * BLOCKS // splits + index
+    at = words + block * (OUT * _WORDS) + tile * (BLOCK_OUT * _WORDS)
+    is_inside = tile * BLOCK_OUT + BLOCK_OUT <= OUT
+    wanted = tl.where(is_inside, tl.minimum((split + 1) * BLOCKS // splits - block, _PREFETCHED - index), 0)
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0;}",
+        "=r,l,r,r",
+        [at.to(tl.int64), wanted, tl.full([128], BLOCK_OUT * _WORDS * 2, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -86,6 +108,8 @@ def _product_kernel(
     OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     tile = tl.program_id(0)
     split = tl.program_id(1)
+    if PDL:
+        _prefetch(words, tile, split, splits, IN, OUT, BLOCK_OUT)
     wait_for_predecessor(PDL)
     first_tile = tile // (TOGETHER * OUT_BLOCKS) * TOGETHER
     height = tl.minimum(tl.cdiv(tokens, BLOCK_ROWS) - first_tile, TOGETHER)
@@ -139,6 +163,7 @@ def _dequantize_kernel(
     inside = out < OUT
     word = tl.arange(0, _WORDS)
     factor = tl.load(output_scales + out, mask=inside, other=0.0)
+    column = tl.arange(0, _BLOCK)
     for index in range(BLOCKS):
         block = tl.program_id(1) * BLOCKS + index
         exists = out < tl.where(block * _BLOCK < IN, OUT, 0)
@@ -147,11 +172,16 @@ def _dequantize_kernel(
         scale_bits, zero_bits = load_scales(scales + out, zeros + out, block, exists, OUT, GROUP, WIDTH, ZEROS)
         scale_bits = scale_bits >> place_in_piece(block, GROUP, WIDTH)
         zero_bits = zero_bits >> zero_place(block, GROUP, ZEROS)
-        for place in tl.static_range(_BLOCK // _PART):
-            values = float_values(bits, scale_bits, zero_bits, place, E2M1, GROUP, WIDTH, SCALE, True) * factor[:, None]
-            column = block * _BLOCK + place * _PART + word
-            weight_at = weight + out[:, None].to(tl.int64) * IN + column[None, :]
-            tl.store(weight_at, values.to(weight.dtype.element_ty), mask=inside[:, None] & (column < IN)[None, :])
+        a = float_values(bits, scale_bits, zero_bits, 0, E2M1, GROUP, WIDTH, SCALE, True) * factor[:, None]
+        b = float_values(bits, scale_bits, zero_bits, 1, E2M1, GROUP, WIDTH, SCALE, True) * factor[:, None]
+        c = float_values(bits, scale_bits, zero_bits, 2, E2M1, GROUP, WIDTH, SCALE, True) * factor[:, None]
+        d = float_values(bits, scale_bits, zero_bits, 3, E2M1, GROUP, WIDTH, SCALE, True) * factor[:, None]
+        dtype = weight.dtype.element_ty
+        values = tl.join(tl.join(a.to(dtype), c.to(dtype)), tl.join(b.to(dtype), d.to(dtype)))
+        values = tl.reshape(tl.permute(values, (0, 2, 3, 1)), (BLOCK_OUT, _BLOCK))
+        weight_at = weight + out[:, None].to(tl.int64) * IN + (block * _BLOCK + column)[None, :]
+        within = (block * _BLOCK + column < IN)[None, :]
+        tl.store(weight_at, values, mask=inside[:, None] & within)
 
 
 def dequantize(stack: FourBitStack, expert: int, dtype: torch.dtype) -> Tensor:
@@ -159,8 +189,8 @@ def dequantize(stack: FourBitStack, expert: int, dtype: torch.dtype) -> Tensor:
     weight = torch.empty(stack.outputs, stack.inputs, dtype=dtype, device=stack.words.device)
     options = form_options(stack.form, stack.inputs, dtype)
     constants = {name: options[name] for name in ("E2M1", "GROUP", "WIDTH", "SCALE", "ZEROS")}
-    block_out = 128
-    blocks = 2
+    block_out = 64
+    blocks = 4
     _dequantize_kernel[(triton.cdiv(stack.outputs, block_out), triton.cdiv(layout.blocks_of(stack.inputs), blocks))](
         stack.words[expert],
         stack.scales[expert],
@@ -227,6 +257,7 @@ def kernel_options(form: FourBitForm, outputs: int, inputs: int, dtype: torch.dt
         "ONCE": tiles.rows <= _FEW_ROWS,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        **({"maxnreg": tiles.registers} if tiles.registers else {}),
         **form_options(form, inputs, dtype),
     }
 
@@ -237,11 +268,12 @@ def choose_tiles(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, pro
         return Tiles(16, 64, 2 if inputs >= 4 * layout.BLOCK else 1, 1, 4, 2)
     if dtype == torch.float32 or tokens > _MOST_ROWS:
         return None
+    if tokens > _MOST_SPLIT:
+        return Tiles(128, 128, 1, 1, 8, 4)
     rows = min(max(triton.next_power_of_2(tokens), _LEAST_ROWS), 64)
-    is_large = triton.cdiv(outputs, 128) >= processors
-    block_out = 128 if is_large else 64
-    unroll = 2
-    steps = layout.blocks_of(inputs) // unroll
+    block_out = 128 if triton.cdiv(outputs, 128) >= processors else 64
+    unroll = 4 if rows <= _LEAST_ROWS else 2
     programs = triton.cdiv(outputs, block_out) * triton.cdiv(tokens, rows)
-    splits = max(1, min(2 * processors // programs, steps // 4, _MOST_SPLITS))
-    return Tiles(rows, block_out, splits, unroll, 4, 4)
+    steps = layout.blocks_of(inputs) // unroll
+    splits = max(1, min(_PROGRAMS * processors // programs, steps // 2, _MOST_SPLITS))
+    return Tiles(rows, block_out, splits, unroll, 4, 3)

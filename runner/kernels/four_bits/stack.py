@@ -50,6 +50,13 @@ class Stored(NamedTuple):
     output_scales: Tensor | None  # [outputs] float32; None: 1
 
 
+class _HiddenCodes(NamedTuple):
+    """Codes that are not 0, in groups whose scale is."""
+
+    groups: Tensor  # [count] int64
+    codes: Tensor  # [count, group / 2] uint8
+
+
 def form_problem(inputs: int, form: FourBitForm) -> str:
     """Say why kernels and layout take no weight of a form with ``inputs``; empty if they do."""
     if form.scale_dtype not in _SCALE_DTYPES[form.kind]:
@@ -97,6 +104,7 @@ class FourBitStack:
         #: Programs of each tile that have ended; 0 between products.
         self.arrived = torch.zeros(_TILES_PER_OUTPUT * outputs, device=device, dtype=torch.int32)
         self._has_output_scales = [False] * experts
+        self._hidden: list[_HiddenCodes | None] = [None] * experts
 
     @property
     def groups(self) -> int:
@@ -151,9 +159,14 @@ class FourBitStack:
         scales = scales.to(device)
         if self.form.is_e2m1:
             _check_scales(scales)
+        codes = codes.to(device)
+        self._hidden[experts] = [None] * count
         if scales.dtype == torch.uint8:
             scales = scales + layout.E8M0_SHIFT
-        words = layout.pack_codes(codes.to(device), self.form.is_e2m1)
+        elif self.form.is_e2m1:
+            codes = self._hide_codes(first, count, codes, scales)
+            scales = layout.store_e4m3(scales)
+        words = layout.pack_codes(codes, self.form.is_e2m1)
         self.words[experts] = words.unflatten(1, shape).transpose(0, 1)
         if zeros is not None:
             assert zeros.shape == scales.shape
@@ -175,17 +188,43 @@ class FourBitStack:
         if self.form.has_pairs(self.inputs):
             scales, zeros = layout.unpack_pairs(self.scales[expert], self.form.scale_dtype)
         else:
-            scales = layout.unpack_pieces(self.scales[expert], self.groups, self.form.scale_dtype)
+            dtype = torch.uint8 if self.form.is_e2m1 else self.form.scale_dtype
+            scales = layout.unpack_pieces(self.scales[expert], self.groups, dtype)
             if self.form.has_zeros:
                 zeros = layout.unpack_pieces(self.zeros[expert], self.groups, torch.uint8)
-        if scales.dtype == torch.uint8:
+        codes = layout.unpack_codes(self.words[expert], self.inputs, self.form.is_e2m1)
+        hidden = self._hidden[expert]
+        if hidden is not None:
+            codes.view(-1, self.form.group // 2)[hidden.groups] = hidden.codes
+        if self.form.scale_dtype == torch.uint8:
             scales = scales - layout.E8M0_SHIFT
+        elif self.form.is_e2m1:
+            scales = layout.restore_e4m3(scales)
         return Stored(
-            layout.unpack_codes(self.words[expert], self.inputs, self.form.is_e2m1),
+            codes,
             scales,
             zeros if self.form.has_zeros else None,
             self.output_scales[expert].clone() if self._has_output_scales[expert] else None,
         )
+
+    def _hide_codes(self, first: int, count: int, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return codes with zeros where the scale is 0, which stored scales cannot say; keep the others aside.
+
+        ``codes`` and ``scales`` are of ``count`` experts from ``first`` on.
+        """
+        codes = codes.contiguous()
+        rows = codes.view(count, scales.numel() // count, -1)
+        hides = (scales.view(torch.uint8) == 0).view(count, -1) & (rows != 0).any(2)
+        if not bool(hides.any()):
+            return codes
+        codes = codes.clone()
+        rows = codes.view(rows.shape)
+        for index in range(count):
+            groups = hides[index].nonzero().flatten()
+            if len(groups):
+                self._hidden[first + index] = _HiddenCodes(groups, rows[index, groups])
+                rows[index, groups] = 0
+        return codes
 
     def dequantized(self, expert: int, dtype: torch.dtype) -> Tensor:
         """Return an expert's weight [outputs, inputs] in ``dtype``, rounded once from float32."""

@@ -5,7 +5,7 @@ In bfloat16 a word of four codes becomes four values by masks, shifts and multip
 the interpreter, each value is computed in float32 and rounded once.
 
     codes × scales                     operations in bfloat16                                     exact
-    E2M1 × E4M3, E2M1 × E8M0           value * 2^-126, times scale * 2^100 (E8M0: 2^110)          yes
+    E2M1 × E4M3, E2M1 × E8M0           value * 2^-126, times scale * 2^88 (E8M0: 2^110)           yes
     int4 × bfloat16                    (128 + code) - (128 + zero), times scale                   rounded once
     int4 × float16, float32            the same with a scale in two parts, high and low           rounded once
 """
@@ -32,11 +32,11 @@ _PART = tl.constexpr(layout.PART)
 _PIECE = tl.constexpr(layout.PIECE)
 _FEW_ROWS = tl.constexpr(64)
 _E2M1_UP = tl.constexpr(2.0**126)
-_E4M3_UP = tl.constexpr(2.0**120)
+_E4M3_UP = tl.constexpr(2.0**8)
 _E8M0_UP = tl.constexpr(2.0**-layout.E8M0_SHIFT)
 
 #: The part of a weight's scale that products in bfloat16 lack, by dtype.
-REST = {torch.float8_e4m3fn: 2.0**26, torch.uint8: 2.0 ** (126 - layout.E8M0_SHIFT)}
+REST = {torch.float8_e4m3fn: 2.0**38, torch.uint8: 2.0 ** (126 - layout.E8M0_SHIFT)}
 #: Names of scales' dtypes for kernels.
 SCALE_NAMES = {
     torch.float8_e4m3fn: "e4m3",
@@ -63,42 +63,34 @@ and.b32 e, e, 0x00400040;
 or.b32 d, d, e;
 """
 
-# $5 and $6: a piece of each word's output, with the E4M3 scales of the four parts. As bfloat16 their bits are 2^-120 of
-# them; twice 2^110 makes it 2^100.
+# $5 and $6: a piece of each word's output, with the scales of the four parts as ``words.py`` stores E4M3. With a
+# constant above their exponents, they are bfloat16 numbers, 2^88 of the scales.
 _E2M1_E4M3 = tl.constexpr(
     "{.reg .b32 a, b, c, d, e, f, g, h, up, zero; .reg .b16 el, eh, fl, fh, gl, gh, hl, hh;"
     + _E2M1_PARTS
     + """
 mov.b32 zero, 0x80008000;
-mov.b32 up, 0x76807680;
+mov.b32 up, 0x60006000;
 shl.b32 e, $5, 4;
-and.b32 e, e, 0x0FF00FF0;
+lop3.b32 e, e, 0x0FF00FF0, up, 0xEA;
 shr.b32 f, $5, 4;
-and.b32 f, f, 0x0FF00FF0;
+lop3.b32 f, f, 0x0FF00FF0, up, 0xEA;
 shl.b32 g, $6, 4;
-and.b32 g, g, 0x0FF00FF0;
+lop3.b32 g, g, 0x0FF00FF0, up, 0xEA;
 shr.b32 h, $6, 4;
-and.b32 h, h, 0x0FF00FF0;
-fma.rn.bf16x2 e, e, up, zero;
-fma.rn.bf16x2 f, f, up, zero;
-fma.rn.bf16x2 g, g, up, zero;
-fma.rn.bf16x2 h, h, up, zero;
-fma.rn.bf16x2 e, e, up, zero;
-fma.rn.bf16x2 f, f, up, zero;
-fma.rn.bf16x2 g, g, up, zero;
-fma.rn.bf16x2 h, h, up, zero;
+lop3.b32 h, h, 0x0FF00FF0, up, 0xEA;
 mov.b32 {el, eh}, e;
 mov.b32 {fl, fh}, f;
 mov.b32 {gl, gh}, g;
 mov.b32 {hl, hh}, h;
-mov.b32 up, {el, gl};
-fma.rn.bf16x2 $0, a, up, zero;
-mov.b32 up, {fl, hl};
-fma.rn.bf16x2 $1, b, up, zero;
-mov.b32 up, {eh, gh};
-fma.rn.bf16x2 $2, c, up, zero;
-mov.b32 up, {fh, hh};
-fma.rn.bf16x2 $3, d, up, zero;
+mov.b32 e, {el, gl};
+fma.rn.bf16x2 $0, a, e, zero;
+mov.b32 e, {fl, hl};
+fma.rn.bf16x2 $1, b, e, zero;
+mov.b32 e, {eh, gh};
+fma.rn.bf16x2 $2, c, e, zero;
+mov.b32 e, {fh, hh};
+fma.rn.bf16x2 $3, d, e, zero;
 }"""
 )
 
@@ -271,7 +263,7 @@ fma.rn.bf16x2 $3, d, g, e;
 def scale_values(bits, SCALE: tl.constexpr):
     """Return float32 scales of the low bits of int32 numbers."""
     if SCALE == "e4m3":
-        values = ((bits & 0xFF) << 20).to(tl.float32, bitcast=True) * _E4M3_UP
+        values = (((bits & 0xFF) << 20) | 0x30000000).to(tl.float32, bitcast=True) * _E4M3_UP
     elif SCALE == "e8m0":
         values = ((bits & 0xFF) << 23).to(tl.float32, bitcast=True) * _E8M0_UP
     elif SCALE == "float16":
@@ -381,9 +373,9 @@ def _unpack_pairs(
             pack=2,
         )
     elif SCALED:
-        CODE: tl.constexpr = _INT4_PAIRS_BFLOAT16 if SCALE == "bfloat16" else _INT4_PAIRS_FLOAT16
+        PAIRS_CODE: tl.constexpr = _INT4_PAIRS_BFLOAT16 if SCALE == "bfloat16" else _INT4_PAIRS_FLOAT16
         a, b, c, d = tl.inline_asm_elementwise(
-            CODE,
+            PAIRS_CODE,
             "=r,=r,=r,=r,r,r,r",
             [words, _spread(scales, words)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -442,17 +434,14 @@ def _kept(pieces):
 
 
 @triton.jit
-def _add_block(
-    total,  # [outputs, rows]
+def _weights_of_block(
     words_at,  # [outputs, _WORDS], of the first block
-    x_at,  # [_BLOCK, rows]
     scales,  # [outputs], pieces
     zeros,  # [outputs], pieces
     scales_place,
     zeros_place,
     block,
     inside,  # [outputs]
-    held,  # [_BLOCK or 1, rows]
     OUT: tl.constexpr,
     E2M1: tl.constexpr,
     GROUP: tl.constexpr,
@@ -462,8 +451,7 @@ def _add_block(
     ONCE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Add the products of a block of inputs, of weights with their scales if SCALED."""
-    BLOCK_OUT: tl.constexpr = total.shape[0]
+    """Return the weights [outputs, _BLOCK] of a block of inputs in DOT, with their scales if SCALED."""
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     words = tl.load(words_at + block * (OUT * _WORDS), mask=inside[:, None], other=0, eviction_policy=POLICY)
     if DOT == _BFLOAT16:
@@ -476,8 +464,7 @@ def _add_block(
         c = float_values(words, scales, zeros, 2, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
         d = float_values(words, scales, zeros, 3, E2M1, GROUP, WIDTH, SCALE, SCALED).to(DOT)
     weights = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
-    values = tl.load(x_at + block * _BLOCK, mask=held, other=0.0)
-    return tl.dot(tl.reshape(weights, (BLOCK_OUT, _BLOCK)), values.to(DOT), total, input_precision="ieee")
+    return tl.reshape(weights, (inside.shape[0], _BLOCK))
 
 
 @triton.constexpr_function
@@ -553,10 +540,12 @@ def products_of_tile(
                 zeros_place = zero_place(index, GROUP, ZEROS)
             else:
                 zeros_place = zero_place(block, GROUP, ZEROS)
-            part = _add_block(
-                part, words_at, x_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
-                held[None, :], OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
+            weights = _weights_of_block(
+                words_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
+                OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
             )  # fmt: skip
+            values = tl.load(x_at + block * _BLOCK, mask=held[None, :], other=0.0)
+            part = tl.dot(weights, values.to(DOT), part, input_precision="ieee")
             if SCALES_SUMS:
                 if (index + 1) % TOGETHER == 0:
                     if DOT != _FLOAT32:
@@ -576,10 +565,12 @@ def products_of_tile(
                 scales_place = place_in_piece(block, GROUP, WIDTH)
                 zeros_place = zero_place(block, GROUP, ZEROS)
                 within = (column < IN - block * _BLOCK)[:, None]
-                part = _add_block(
-                    part, words_at, x_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
-                    held[None, :] & within, OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
+                weights = _weights_of_block(
+                    words_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
+                    OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
                 )  # fmt: skip
+                values = tl.load(x_at + block * _BLOCK, mask=held[None, :] & within, other=0.0)
+                part = tl.dot(weights, values.to(DOT), part, input_precision="ieee")
                 if SCALES_SUMS:
                     total += part * scale_values(block_scales >> scales_place, SCALE)[:, None]
                 else:

@@ -29,6 +29,8 @@ E8M0_BIAS = 127
 E8M0_SHIFT = 110
 LARGEST_E8M0 = 254 - E8M0_SHIFT
 LARGEST_E4M3 = 0x7E  # the bits of 448; above are NaN and negative numbers
+#: Bits of E4M3 numbers below 2^-6, with five bits of exponent as they are stored; others have 128 added.
+_SMALL_E4M3 = (0, 112, 120, 124, 128, 130, 132, 134)
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -104,6 +106,24 @@ def unpack_pairs(pieces: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Undo ``pack_pairs``: return scales in ``dtype`` and zeros uint8, both [outputs, groups]."""
     scales = (pieces << 16 >> 16).to(torch.int16).view(dtype).t()
     return scales, (pieces >> 16).to(torch.uint8).t()
+
+
+def store_e4m3(scales: Tensor) -> Tensor:
+    """Return E4M3 scales of at least 0 as they are stored: uint8, with five bits of exponent and three of mantissa.
+
+    So all but 0 have the same form, and a kernel needs no arithmetic to make bfloat16 numbers of them.
+    """
+    bits = scales.view(torch.uint8)
+    small = torch.tensor(_SMALL_E4M3, dtype=torch.uint8, device=bits.device)
+    return torch.where(bits < len(_SMALL_E4M3), small[(bits & 7).int()], bits + 128)
+
+
+def restore_e4m3(stored: Tensor) -> Tensor:
+    """Undo ``store_e4m3``."""
+    bits = stored - 128
+    for index, small in enumerate(_SMALL_E4M3):
+        bits = torch.where(stored == small, index, bits)
+    return bits.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def values_of(codes: Tensor, e2m1: bool) -> Tensor:
