@@ -12,7 +12,7 @@ from runner.kernels.four_bits import words as layout
 
 _ZERO = 8  # where int4 has no zeros
 _LARGEST_ZERO = 127  # 128 + zero is exact in bfloat16
-_TILES_PER_OUTPUT = 1  # most tiles of a product with split inputs, for each output
+_LEAST_TILES = 16  # tiles of a product with split inputs that a narrow weight may have
 _SCALE_DTYPES = {
     "e2m1": (torch.float8_e4m3fn, torch.uint8),
     "int4": (torch.float16, torch.bfloat16, torch.float32),
@@ -102,7 +102,7 @@ class FourBitStack:
         self.zeros = torch.zeros(experts, zero_pieces, outputs, device=device, dtype=torch.int32)
         self.output_scales = torch.ones(experts, outputs, device=device, dtype=torch.float32)
         #: Programs of each tile that have ended; 0 between products.
-        self.arrived = torch.zeros(_TILES_PER_OUTPUT * outputs, device=device, dtype=torch.int32)
+        self.arrived = torch.zeros(max(outputs, _LEAST_TILES), device=device, dtype=torch.int32)
         self._has_output_scales = [False] * experts
         self._hidden: list[_HiddenCodes | None] = [None] * experts
 
