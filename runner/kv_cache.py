@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pdserve.kv.groups import KVHeads
 from pdserve.kv.layout import FP8_E4M3, UNSCALED, KVLayout, KVRegion, KVScales, KVShare
 from pdserve.records import NewSequence, StepPlan
 from runner.registered_memory import registrable_zeros
@@ -70,13 +72,10 @@ class KVCache:
     def head_parts(self) -> list[HeadPart]:
         """Return the layers of each kind of KV heads as a cache of their own; one part if all heads are equal."""
         groups = self.layout.groups
-        kinds = sorted(set(groups.heads)) or [None]
-        parts = []
-        for kind in kinds:
-            layers = [layer for layer, group in enumerate(self.groups) if kind is None or groups.heads[group] == kind]
-            if layers:
-                parts.append(HeadPart(tuple(layers), self._part(layers)))
-        return parts
+        by_heads = defaultdict[KVHeads | None, list[int]](list)
+        for layer, group in enumerate(self.groups):
+            by_heads[groups.heads[group] if groups.heads else None].append(layer)
+        return [HeadPart(tuple(layers), self._part(layers)) for layers in by_heads.values()]
 
     def _part(self, layers: Sequence[int]) -> KVCache:
         part = copy(self)

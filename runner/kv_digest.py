@@ -145,7 +145,8 @@ class KVDigester:
         """Return a view of a group's multipliers: [pages, heads, layers, planes, kernel_block_size, row_words]."""
         _, *page, _ = self._of_group[group].shape
         sizes = (*page, self._row_words[group])
-        return multipliers[:, : math.prod(sizes)].unflatten(1, sizes)
+        rows: Tensor = multipliers[:, : math.prod(sizes)].unflatten(1, sizes)
+        return rows
 
 
 class StateDigester:

@@ -163,8 +163,8 @@ def _indices(layout: KVLayout, share: KVShare, layers: range, group: int) -> Off
 class _Side(NamedTuple):
     """The layers and heads of blocks of one group that are sliced, on one side."""
 
-    cache: KVLayout  # of all groups: pages lie as far apart as it says
-    layout: KVLayout  # of the group
+    cache: KVLayout  # layout of all groups, which says how far apart pages lie
+    layout: KVLayout  # layout of the group
     layers: Offsets  # indices in a block
     heads: Offsets  # indices in a block
 

@@ -30,6 +30,7 @@ LARGEST: Mapping[str, int] = {
     "max_position_embeddings": 1 << 27,
     "original_max_position_embeddings": 1 << 27,
     "sliding_window": 1 << 27,
+    "sliding_window_size": 1 << 27,
     "sliding_window_pattern": 1024,
     "rotary_dim": 4096,
     "num_experts": 1 << 14,

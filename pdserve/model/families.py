@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import shown
+from pdserve.kv.groups import KVHeads
 from pdserve.model import gemma4
 from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.kv_heads import gemma4_windows
 from pdserve.model.moe import (
     MoEConfig,
     deepseek_v2,
@@ -136,7 +138,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     # does not run here. {layer} is the number of layers of the model.
     predictor: str = ""
     moe: Callable[[ConfigFields, int], MoEConfig] | None = None  # None: dense
-    complete: Callable[[ConfigFields, Any], Any] | None = None  # reads into a ModelConfig what only this family has
+    complete: Callable[[ConfigFields, int, int, KVHeads], dict[str, Any]] | None = None  # own fields of ModelConfig
     v2_figures: str = ""  # section of docs/numbers.md with V2's figures, which names this family; "": V1 by default
     v2_figures_of: str = ""  # architecture of these figures, if another one with equal layers was measured
     v2_is_faster: bool = False  # the section has V1's figures, too, and V2 decodes faster
@@ -186,7 +188,7 @@ FAMILIES: dict[str, DecoderFamily] = {
             "hidden_size_per_layer_input": 256,
             "vocab_size_per_layer_input": 262_144,
         },
-        windows=gemma4.windows,
+        windows=gemma4_windows,
         complete=gemma4.complete,
     ),
     "Qwen3MoeForCausalLM": DecoderFamily(

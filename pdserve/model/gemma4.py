@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -16,20 +16,15 @@ from pdserve.errors import shown
 from pdserve.kv.groups import KVHeads, finest_heads
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
-from pdserve.model.kv_heads import other_overrides, read_kv_heads
+from pdserve.model.kv_heads import gemma4_layer_types, gemma4_windows, other_overrides, read_kv_heads
 from pdserve.model.moe import MoEConfig
 from pdserve.model.rope import RopeConfig, read_rope
 
-if TYPE_CHECKING:
-    from pdserve.model.model_config import ModelConfig
-
-MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
 _ACTIVATION = "gelu_pytorch_tanh"
 _ROPES: dict[str, dict[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-_PERIOD = 6  # without layer_types, each sixth layer attends to all tokens
 
 
 class Gemma4Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,29 +32,9 @@ class Gemma4Config(msgspec.Struct, frozen=True, kw_only=True):
 
     full_rope: RopeConfig
     values_are_keys: bool  # in layers with full attention: both are norms of one projection
-    size_per_layer: int  # of each token's embedding in each layer; 0: there is none
+    size_per_layer: int  # size of each token's embedding in each layer; 0: there is none
     wide_mlp: bool  # MLPs of layers without their own KV have twice the intermediate size
     logit_cap: float | None  # logits become cap * tanh(logits / cap)
-
-
-def layer_types(fields: ConfigFields, num_layers: int) -> list[str]:
-    """Return the type of each layer. As in transformers, the last one has full attention. Raises CheckpointError."""
-    types = fields.get("layer_types")
-    if types is None:
-        types = ["full_attention" if (layer + 1) % _PERIOD == 0 else "sliding_attention" for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers:
-        raise fields.error(f"has layer_types that are no list of {num_layers} layers. {REMEDY}")
-    for layer_type in types:
-        fields.choice("layer type", layer_type, tuple(_ROPES))
-    return [*types[:-1], "full_attention"]
-
-
-def windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer in tokens."""
-    window = fields.integer("sliding_window")
-    return tuple(
-        window if layer_type == "sliding_attention" else None for layer_type in layer_types(fields, num_layers)
-    )
 
 
 def kv_sources(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
@@ -67,7 +42,7 @@ def kv_sources(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     shared = fields.integer("num_kv_shared_layers", 0, least=0)
     if not shared:
         return ()
-    types = layer_types(fields, num_layers)
+    types = gemma4_layer_types(fields, num_layers)
     own = types[: max(0, num_layers - shared)]
     if set(own) != set(types):
         raise fields.error(
@@ -77,17 +52,19 @@ def kv_sources(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     return (*range(len(own)), *(last[layer_type] for layer_type in types[len(own) :]))
 
 
-def complete(fields: ConfigFields, model: ModelConfig) -> ModelConfig:
-    """Return the model with what layers of Gemma 4 read beside that of other families. Raises CheckpointError."""
+def complete(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHeads) -> dict[str, Any]:
+    """Return fields of a ModelConfig that only Gemma 4 has, or has other values for. Raises CheckpointError.
+
+    ``usual``: the KV heads of layers with a window.
+    """
     if others := other_overrides(fields):
         raise fields.error(f"has {', '.join(sorted(others))} per layer, which native layers do not read. {REMEDY}")
-    num_layers = model.num_layers
-    of_layer = windows(fields, num_layers)
-    heads = read_kv_heads(fields, of_layer, KVHeads(model.num_kv_heads, model.head_dim))
+    of_layer = gemma4_windows(fields, num_layers)
+    heads = read_kv_heads(fields, of_layer, usual)
     for kind in set(heads):
-        if model.num_heads % kind.num_kv_heads or kind.head_dim % 2:
+        if num_heads % kind.num_kv_heads or kind.head_dim % 2:
             raise fields.error(
-                f"has {model.num_heads} attention heads and {kind}; the first must be a multiple of the second, and "
+                f"has {num_heads} attention heads and {kind}; the first must be a multiple of the second, and "
                 f"the size even. {REMEDY}"
             )
     sources = kv_sources(fields, num_layers)
@@ -98,17 +75,16 @@ def complete(fields: ConfigFields, model: ModelConfig) -> ModelConfig:
         for has_window in (True, False)
     ]
     rope, gemma4 = _read(fields, [size or finest.head_dim for size in sizes])
-    return msgspec.structs.replace(
-        model,
-        rope=rope,
-        num_kv_heads=finest.num_kv_heads,
-        head_dim=finest.head_dim,
-        attention=tuple(AttentionSpec(scale=1.0, window=window) for window in of_layer),
-        kv_heads=own if len(set(own)) > 1 else (),
-        kv_sources=sources,
-        moe=_moe(fields),
-        gemma4=gemma4,
-    )
+    return {
+        "rope": rope,
+        "num_kv_heads": finest.num_kv_heads,
+        "head_dim": finest.head_dim,
+        "attention": tuple(AttentionSpec(scale=1.0, window=window) for window in of_layer),
+        "kv_heads": own if len(set(own)) > 1 else (),
+        "kv_sources": sources,
+        "moe": _moe(fields),
+        "gemma4": gemma4,
+    }
 
 
 def _read(fields: ConfigFields, sizes: Sequence[int]) -> tuple[RopeConfig, Gemma4Config]:

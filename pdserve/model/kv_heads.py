@@ -8,10 +8,12 @@ from pdserve.errors import shown
 from pdserve.kv.groups import KVHeads
 from pdserve.model.config_fields import REMEDY, ConfigFields
 
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: Model types whose layers with full attention have other heads by fields of their own, and the default of their size.
-_GLOBAL_HEADS = {"gemma4_text": 512, "gemma4_unified_text": 512}
+_GLOBAL_HEADS = dict.fromkeys(GEMMA4, 512)
 #: Model types whose layers with a window have more KV heads than the others, and how many times as many.
-_MORE_IN_WINDOWS = {"mimo_v2_flash": 2}
+MORE_IN_WINDOWS = {"mimo_v2_flash": 2}
+_PERIOD = 6  # without layer_types, each sixth layer of Gemma 4 attends to all tokens
 _OVERRIDES = "per_layer_config"  # as transformers 5 saves it: by layer, the fields that differ there
 
 
@@ -30,8 +32,8 @@ def read_kv_heads(fields: ConfigFields, windows: Sequence[int | None], usual: KV
             usual if fields.given(_OVERRIDES) is not None else _global_heads(fields, usual, _GLOBAL_HEADS[model_type])
         )
         kv_heads = [usual if window else full for window in windows]
-    elif model_type in _MORE_IN_WINDOWS:
-        more = KVHeads(usual.num_kv_heads * _MORE_IN_WINDOWS[model_type], usual.head_dim)
+    elif model_type in MORE_IN_WINDOWS:
+        more = KVHeads(usual.num_kv_heads * MORE_IN_WINDOWS[model_type], usual.head_dim)
         kv_heads = [more if window else usual for window in windows]
     for name in overrides:
         if not name.isdecimal() or int(name) >= len(windows):
@@ -50,6 +52,26 @@ def other_overrides(fields: ConfigFields) -> set[str]:
     overrides = fields.get(_OVERRIDES) or {}
     parts = overrides.values() if isinstance(overrides, dict) else ()
     return {name for part in parts if isinstance(part, dict) for name in part} - {"num_key_value_heads", "head_dim"}
+
+
+def gemma4_layer_types(fields: ConfigFields, num_layers: int) -> list[str]:
+    """Return the type of each layer. As in transformers, the last one has full attention. Raises CheckpointError."""
+    types = fields.get("layer_types")
+    if types is None:
+        types = ["full_attention" if (layer + 1) % _PERIOD == 0 else "sliding_attention" for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise fields.error(f"has layer_types that are no list of {num_layers} layers. {REMEDY}")
+    for layer_type in types:
+        fields.choice("layer type", layer_type, ("sliding_attention", "full_attention"))
+    return [*types[:-1], "full_attention"]
+
+
+def gemma4_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer in tokens."""
+    window = fields.integer("sliding_window")
+    return tuple(
+        window if layer_type == "sliding_attention" else None for layer_type in gemma4_layer_types(fields, num_layers)
+    )
 
 
 def _check(fields: ConfigFields, kv_heads: Sequence[KVHeads]) -> None:

@@ -96,7 +96,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     draft_head: Eagle3Config | None = None  # EAGLE-3 head in a separate checkpoint; None: no head
     vision: AnyVision | None = None  # native tower of the multimodal checkpoint; None: none that can be used
     multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
-    kv_heads: tuple[KVHeads, ...] = ()  # of each layer with a KV cache; empty: all have num_kv_heads and head_dim
+    kv_heads: tuple[KVHeads, ...] = ()  # heads per layer with a KV cache; empty: all have num_kv_heads and head_dim
     gemma4: Gemma4Config | None = None  # None: another family, or not native
     kv_sources: tuple[int, ...] = ()  # the layer whose KV each layer reads: itself, or an earlier one; empty: itself
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
@@ -306,7 +306,8 @@ def _native_decoder(
         multimodal=multimodal,
     )
     if family.complete is not None:
-        model = family.complete(fields, model)
+        complete = family.complete(fields, num_layers, num_heads, KVHeads(num_kv_heads, head_dim))
+        model = msgspec.structs.replace(model, **complete)
     return msgspec.structs.replace(model, unread_fields=unread_names(fields))
 
 

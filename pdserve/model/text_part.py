@@ -50,7 +50,10 @@ _NATIVE: Mapping[str, tuple[str, str]] = {
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 #: Fields that the library's layers do not read, by the values that they compute with.
-_BUILT_IN: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+_BUILT_IN: Mapping[str, Mapping[str, Any]] = {
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
 _EXPERTS = ("num_experts", "num_local_experts")  # names of one field
 #: Multimodal architectures whose checkpoints store fused experts with inputs before outputs.
 TRANSPOSED_EXPERTS = frozenset({"Qwen3VLMoeForConditionalGeneration"})

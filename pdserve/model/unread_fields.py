@@ -56,11 +56,7 @@ FIXED: Mapping[str, _Fixed] = {
 
 
 #: Other model types for which transformers uses the layers of a family, by the family's type.
-_ALIASES: Mapping[str, tuple[str, ...]] = {
-    "deepseek_v3": ("kimi_k2",),
-    "gemma4_text": ("gemma4_unified_text",),
-    "llama": ("internlm3", "iquestcoder"),
-}
+_ALIASES: Mapping[str, tuple[str, ...]] = {"deepseek_v3": ("kimi_k2",), "llama": ("internlm3", "iquestcoder")}
 
 
 def check_unread(fields: ConfigFields, model_type: str, *, has_layer_config: bool = False) -> None:

@@ -42,7 +42,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import Peer, StepPlan
 from pdserve.weights.change import WeightChange
 
-HEADS = (KVHeads(4, 1), KVHeads(1, 2), KVHeads(2, 1), KVHeads(2, 3))  # of KV cache groups
+HEADS = (KVHeads(4, 1), KVHeads(1, 2), KVHeads(2, 1), KVHeads(2, 3))  # KV cache groups have these
 TICK = 0.01  # seconds of a step, by the clock of leases
 MOST_STEPS = 4000  # per phase
 MOST_DRAFTS = 3

@@ -36,7 +36,7 @@ from runner.kernels.four_bits.weights import FourBitExperts
 from runner.kernels.reference import silu_and_mul
 from runner.loading.weights import OpenWeights, fill_shard, open_weights
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
-from runner.models.quantization import ExpertsShard
+from runner.models.quantization import ExpertsShard, GatedActivation
 from runner.models.quantization.four_bit_experts import FourBitExpertsMethod
 from runner.models.quantization.four_bits import FourBitLinearMethod
 from runner.models.quantization.four_bits_at_load import LastWeight, four_bits_at_load
@@ -208,7 +208,7 @@ def test_shards_of_experts_sum_to_the_whole(name: str, tmp_path: Path) -> None:
 
     def output(local: range, part: ShardRange) -> Tensor:
         shard = ExpertsShard(local, num_experts, hidden, part)
-        experts = FourBitExpertsMethod(shard, silu_and_mul, PLAIN, model.layer_forms["0.experts"])
+        experts = FourBitExpertsMethod(shard, GatedActivation(silu_and_mul), PLAIN, model.layer_forms["0.experts"])
         group = WeightGroup(experts.weight_shards, experts.process_weights_after_loading)
         with open_weights(tmp_path, model, CPU, torch.float32) as weights:
             for _ in range(2):

@@ -30,7 +30,7 @@ from runner.kernels.products import fp8_products
 from runner.kernels.products.fp8_few_tokens import FewTokens
 from runner.kernels.reference import silu_and_mul
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
-from runner.models.quantization import ExpertsShard, fp8
+from runner.models.quantization import ExpertsShard, GatedActivation, fp8
 from runner.models.quantization.fp8 import E4M3, Fp8LinearMethod
 from runner.models.quantization.fp8_at_load import QuantizedRows, ScalesOfRows
 from runner.models.quantization.fp8_experts import Fp8Experts
@@ -156,7 +156,7 @@ def test_shards_of_fp8_experts_sum_to_the_whole(use_triton: bool) -> None:
     )
 
     def filled(local: range, part: ShardRange) -> Fp8Experts:
-        experts = Fp8Experts(ExpertsShard(local, num_experts, hidden, part), silu_and_mul, placement, options)
+        experts = Fp8Experts(ExpertsShard(local, num_experts, hidden, part), GatedActivation(silu_and_mul), placement, options)
         group = WeightGroup(experts.weight_shards, experts.process_weights_after_loading)
 
         def fill_all(shards: Mapping[str, WeightShard]) -> None:

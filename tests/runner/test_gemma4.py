@@ -15,13 +15,16 @@ import torch
 from checkpoints import GEMMA4_SIZES, add_tensors, make_checkpoint, node_config, reference_greedy, reference_model
 from differential import EQUAL, compare, edited, random_prompts
 from fast_set import sampled
+from quantized_checkpoints import quantize
 from safetensors.torch import load_file, save_file
 from stepper import Stepper
 
 import runner
 from pdserve.config.parallel import choose_parallel_config, num_parameters
+from pdserve.config.resolution.quantized_layers import kept_problem
 from pdserve.errors import CheckpointError, ConfigError
 from pdserve.kv.groups import KVHeads
+from pdserve.kv.layout import KVScales
 from pdserve.model.model_config import load_model_config
 
 PROMPTS = random_prompts(random.Random(1), 128, (1, 19, 20, 21, 90))
@@ -48,7 +51,7 @@ def test_tokens_and_logprobs_of_every_size_are_those_of_transformers(size: str, 
 
 @pytest.mark.parametrize("size", sampled(GEMMA4_SIZES, every=5))
 def test_tokens_and_logprobs_on_v2_are_those_of_transformers(size: str, tmp_path: Path) -> None:
-    setup = {"runner": "V2", "attention_backend": "triton", "chunk": 20, "stagger": 1, "num_tokens": 3}
+    setup: dict[str, Any] = {"runner": "V2", "attention_backend": "triton", "chunk": 20, "stagger": 1, "num_tokens": 3}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert compare(checkpoint(tmp_path, size), SHORT, device=device, **setup) == EQUAL
 
@@ -140,6 +143,27 @@ def test_impossible_config_is_refused(size: str, fields: dict[str, Any], message
     with pytest.raises(CheckpointError) as error:
         load_model_config(directory)
     assert message in str(error.value)
+
+
+def test_quantized_weights_are_dequantized_on_v1_and_refused_on_v2(tmp_path: Path) -> None:
+    plain = checkpoint(tmp_path, "31B", hidden_size=128, intermediate_size=128)
+    directory = quantize(plain, tmp_path / "fp8", "fp8 blocks")
+    model = load_model_config(directory)
+    assert "SiLU to gates; Gemma 4 has GELU" in kept_problem(model, choose_parallel_config(model, 1, 1))
+    expected = reference_greedy(reference_model(plain), SHORT[1], 4)
+    stepper = Stepper(runner.build(node_config(directory), lambda stage, fraction: None))
+    assert stepper.generate([SHORT[1]], 4)[0].output == expected
+
+
+def test_fp8_cache_of_unlike_heads_is_read_alike_by_v1_and_v2(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, "E2B")
+    scales = (KVScales(0.02, 0.03),) * 3  # one per layer with a cache of its own
+    outputs = []
+    for version, backend in (("V1", "torch"), ("V2", "triton")):
+        config = node_config(directory, runner=version, attention_backend=backend, kv_scales=scales)
+        stepper = Stepper(runner.build(config, lambda stage, fraction: None))
+        outputs.append([result.output for result in stepper.generate(SHORT[:1], 3, chunk=20)])
+    assert outputs[0] == outputs[1]
 
 
 def test_stages_are_refused_where_layers_need_those_of_others(tmp_path: Path) -> None:

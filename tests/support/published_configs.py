@@ -595,6 +595,12 @@ PUBLISHED: dict[str, PublishedConfig] = {
     ),
     "Mistral-Small-4": PublishedConfig(_mistral_small_4()),
     "Llama-4-Scout up to its chunks": PublishedConfig(_llama4(), max_model_len=128),
+    "MiMo-V2-Flash": PublishedConfig(
+        _causal("MiMoV2FlashForCausalLM", "mimo_v2_flash", head_dim=16, hybrid_layer_pattern=[0, 1, 1, 1],
+                layernorm_epsilon=1e-05, moe_intermediate_size=32, moe_layer_freq=[0, 1, 1, 1], n_routed_experts=4,
+                num_experts_per_tok=2, partial_rotary_factor=0.5, scoring_func="sigmoid", sliding_window_size=128,
+                swa_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, v_head_dim=16)
+    ),
     # ------------------------------------------------------------ refused
     "Llama-4-Scout": PublishedConfig(_llama4(), "causal for 128 tokens: give --max-model-len 128"),
     "MiniMax-M2-AWQ": PublishedConfig(
@@ -651,13 +657,6 @@ PUBLISHED: dict[str, PublishedConfig] = {
                 use_sliding_window=False, vision_config={"depth": 1, "hidden_size": 32, "model_type": "qwen2_5_vl"},
                 vision_start_token_id=152, vision_end_token_id=153, vision_token_id=154),
         "is no causal language model of transformers; of multimodal ones, text is served for",
-    ),
-    "MiMo-V2-Flash": PublishedConfig(
-        _causal("MiMoV2FlashForCausalLM", "mimo_v2_flash", head_dim=16, hybrid_layer_pattern=[0, 1, 1, 1],
-                layernorm_epsilon=1e-05, moe_intermediate_size=32, moe_layer_freq=[0, 1, 1, 1], n_routed_experts=4,
-                num_experts_per_tok=2, partial_rotary_factor=0.5, scoring_func="sigmoid", sliding_window_size=128,
-                swa_head_dim=16, swa_num_attention_heads=4, swa_num_key_value_heads=4, v_head_dim=16),
-        "query heads, KV heads and head size; the KV cache has one size",
     ),
     "gpt-j-6b": PublishedConfig(
         {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 64, "n_head": 4, "n_inner": None,

@@ -112,6 +112,8 @@ def _further_layer_problem(model: ModelConfig) -> str:
     """Return why no layer can follow the model's layers; empty if one can."""
     if any(spec.window for spec in model.attention):
         return "layers of this model have sliding windows, and a draft layer would need a KV cache group of its own"
+    if model.gemma4 is not None:
+        return "no head takes the hidden states between layers of Gemma 4 here"
     if model.rope.rope_type == "dynamic":
         return "rotary frequencies of this model depend on the length of a sequence"
     return ""

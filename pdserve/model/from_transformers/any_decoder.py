@@ -11,10 +11,9 @@ from typing import Any
 
 from pdserve.errors import shown
 from pdserve.kv.groups import KVHeads, finest_heads
-from pdserve.model import gemma4
 from pdserve.model.config_fields import LARGEST, ConfigFields
 from pdserve.model.from_transformers.library_configs import config_class, library_defaults
-from pdserve.model.kv_heads import read_kv_heads
+from pdserve.model.kv_heads import GEMMA4, MORE_IN_WINDOWS, gemma4_windows, read_kv_heads
 
 #: Other names of fields, in the order in which they are looked for. Source: ``attribute_map`` of transformers' configs.
 _ALIASES: dict[str, tuple[str, ...]] = {
@@ -92,9 +91,14 @@ def read_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...
 
     The runner refuses a model whose loaded layers look further.
     """
-    if str(fields.get("model_type")) in gemma4.MODEL_TYPES:
-        return gemma4.windows(fields, num_layers)
+    if fields.get("model_type") in GEMMA4:
+        return gemma4_windows(fields, num_layers)
     types = fields.get("layer_types")
+    if fields.get("model_type") in MORE_IN_WINDOWS:
+        types = types or ["sliding_attention" if layer and (layer + 1) % 6 else "full_attention"
+                          for layer in range(num_layers)]  # fmt: skip
+        if fields.get("sliding_window_size") is not None:  # tokens before the query
+            fields.values["sliding_window"] = fields.integer("sliding_window_size") + 1
     period = _WINDOW_PERIODS.get(str(fields.get("model_type")))
     if types is None and period is not None:
         period = fields.integer("sliding_window_pattern", period)

@@ -15,6 +15,7 @@ from runner.models.layers.weight_shard import ShardRange
 from runner.models.quantization import (
     ExpertsMethod,
     ExpertsShard,
+    GatedActivation,
     LinearMethod,
     experts_method_class,
     linear_method_class,
@@ -66,12 +67,19 @@ class ModelContext:
         options = form or self.config.quantization
         return linear_method_class(path)(in_features, out_features, bias, self.placement, options)
 
-    def experts(self, shard: ExpertsShard) -> ExpertsMethod:
-        """Create a rank's experts of a layer in the form that they have in memory; experts with biases are others."""
+    @property
+    def silu(self) -> GatedActivation:
+        return GatedActivation(self.ops.silu_and_mul)
+
+    def experts(self, shard: ExpertsShard, activation: GatedActivation | None = None) -> ExpertsMethod:
+        """Create a rank's experts of a layer in the form that they have in memory; experts with biases are others.
+
+        ``activation`` None: SiLU.
+        """
         form = self.experts_form
         path = self.config.linear_format.experts_method if form is None else METHODS[form.kind].experts
         options = form or self.config.quantization
-        return experts_method_class(path)(shard, self.ops.silu_and_mul, self.placement, options)
+        return experts_method_class(path)(shard, activation or self.silu, self.placement, options)
 
     @property
     def experts_form(self) -> LayerForm | None:

@@ -21,13 +21,16 @@ from runner.models.layers.norm_weight import NormWeight
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.vocabulary import VocabParallelEmbedding
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
-from runner.models.quantization import ExpertsShard
+from runner.models.quantization import ExpertsShard, GatedActivation
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """Return gelu(gate) * up [tokens, size] from gate_up [tokens, 2 * size]; the tanh form of GELU."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+_GELU = GatedActivation(gelu_and_mul, is_silu=False)
 
 
 class Gemma4Attention:
@@ -82,7 +85,7 @@ class Gemma4Attention:
             heads = normed.view(tokens, self._num_heads, self._size)
             return apply_rotary(heads, *expand_cos_sin(rotary, self._dtype))
         values = self._num_keys * self._size
-        raw = projected[:, projected.shape[1] - values :]  # of values, or of keys where these are one
+        raw = projected[:, projected.shape[1] - values :]  # values, or keys where these are one
         normed = self._ops.rms_norm(raw.reshape(-1, self._size).contiguous(), self._ones).view(tokens, values)
         if self._copies_keys:
             projected = torch.cat((projected, normed), dim=1)
@@ -108,8 +111,9 @@ class Gemma4Attention:
 class Gemma4MLP(MLP):
     """down(gelu(gate(x)) * up(x))."""
 
-    def apply(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self._down.apply_gated(self._gate_up.apply(x), gelu_and_mul)
+    def __init__(self, context: ModelContext, intermediate_size: int) -> None:
+        super().__init__(context, intermediate_size)
+        self._activation = _GELU
 
 
 class Gemma4Experts:
@@ -124,12 +128,12 @@ class Gemma4Experts:
         size = moe.intermediate_size
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
         shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
-        self._experts = context.experts_method(shard, gelu_and_mul, placement, config.quantization)
+        self._experts = context.experts(shard, _GELU)
         self._router = Router(moe, config.hidden_size, placement)
         device = placement.device
         self._scale = torch.empty(config.hidden_size, device=device, dtype=placement.dtype)
         self._norm = torch.empty(config.hidden_size, device=device, dtype=torch.float32)  # with the factor of sizes
-        self._factors = torch.empty(moe.num_experts, device=device, dtype=torch.float32)  # of each expert's result
+        self._factors = torch.empty(moe.num_experts, device=device, dtype=torch.float32)  # factor per expert
         self._ops = context.ops
 
     def apply(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -280,7 +284,7 @@ class PerLayerEmbedding:
         by_id = self._parallel.all_reduce(self._table(token_ids)) * self._scale
         projected = self._projection.apply(hidden) * self._projection_scale
         normed = self._ops.rms_norm(projected.view(-1, self._size), self._norm.weight)
-        both = (normed + by_id.view(-1, self._size)) * 2.0**-0.5
+        both: Tensor = (normed + by_id.view(-1, self._size)) * 2.0**-0.5
         return both.view(len(token_ids), self._num_layers, self._size).transpose(0, 1).contiguous()
 
     def weight_shards(self) -> WeightShards:

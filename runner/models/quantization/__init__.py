@@ -18,6 +18,16 @@ from runner.placement import TensorPlacement
 LayerOptions = LayerForm | Mapping[str, Any]
 
 
+class GatedActivation(NamedTuple):
+    """The activation of gates times ups. Kernels that quantize its result compute SiLU themselves."""
+
+    values: Callable[[Tensor], Tensor]  # [rows, size] of gates and ups [rows, 2 * size]
+    is_silu: bool = True
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        return self.values(gate_up)
+
+
 class LinearMethod(ABC):
     """The weights of one linear layer in one format, and y = x Wᵀ + b with them (vLLM's LinearMethodBase).
 
@@ -76,9 +86,9 @@ class LinearMethod(ABC):
         """Return y of x [tokens, in_features], which has a scale per ``quantized_group`` inputs."""
         raise NotImplementedError(f"{type(self).__name__} takes no quantized activations")
 
-    def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return y of silu(gate) * up, which ``silu_and_mul`` computes of gate_up [tokens, 2 * in_features]."""
-        return self.apply(silu_and_mul(gate_up))
+    def apply_gated(self, gate_up: Tensor, activation: GatedActivation) -> Tensor:
+        """Return y of the activation of gate_up [tokens, 2 * in_features]."""
+        return self.apply(activation(gate_up))
 
 
 class ExpertsShard(NamedTuple):
@@ -100,13 +110,13 @@ class ExpertsMethod(ABC):
     def __init__(
         self,
         shard: ExpertsShard,
-        silu_and_mul: Callable[[Tensor], Tensor],
+        activation: GatedActivation,
         placement: TensorPlacement,
         options: LayerOptions | None = None,
     ) -> None:
         """Create empty weights.
 
-        ``silu_and_mul`` returns an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
+        ``activation`` returns an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
         """
 
     @abstractmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +11,7 @@ from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.kernels.four_bits.weights import FourBitExperts
 from runner.models.layers.weight_shard import ShardRange, WeightShards
-from runner.models.quantization import ExpertsMethod, ExpertsShard, LayerOptions
+from runner.models.quantization import ExpertsMethod, ExpertsShard, GatedActivation, LayerOptions
 from runner.models.quantization.four_bits import FilledWeight, kernel_form
 from runner.placement import TensorPlacement
 
@@ -23,14 +22,14 @@ class FourBitExpertsMethod(ExpertsMethod):
     def __init__(
         self,
         shard: ExpertsShard,
-        silu_and_mul: Callable[[Tensor], Tensor],
+        activation: GatedActivation,
         placement: TensorPlacement,
         options: LayerOptions | None = None,
     ) -> None:
         assert isinstance(options, LayerForm)
         assert not options.has_order, "keep_layers dequantizes them"
         self._shard = shard
-        self._silu_and_mul = silu_and_mul
+        self._activation = activation
         self._use_triton = placement.use_triton
         experts = len(shard.local)
         inner = shard.inner.size
@@ -62,12 +61,12 @@ class FourBitExpertsMethod(ExpertsMethod):
         gate_up = self._gate_up.weights
         down = self._down.weights
         rows = gate_up.rows_of_experts(routing.experts, local)
-        inner = self._silu_and_mul(gate_up.product(x, rows))
+        inner = self._activation(gate_up.product(x, rows))
         return sum_experts(down.product(inner, rows), routing, local, shared, gate)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start
-        inner = self._silu_and_mul(F.linear(x, self._gate_up.weights.dequantized(index, x.dtype)))
+        inner = self._activation(F.linear(x, self._gate_up.weights.dequantized(index, x.dtype)))
         return F.linear(inner, self._down.weights.dequantized(index, x.dtype))
 
 

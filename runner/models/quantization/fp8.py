@@ -8,7 +8,6 @@ is dequantized for each use: exact, and slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import gcd
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from pdserve.model.quantization.kept_weights import fp8_blocks
 from runner.batch import Quantized
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, row_runs
-from runner.models.quantization import LayerOptions, LinearMethod
+from runner.models.quantization import GatedActivation, LayerOptions, LinearMethod
 from runner.placement import TensorPlacement
 
 E4M3 = torch.float8_e4m3fn
@@ -92,9 +91,9 @@ class Fp8LinearMethod(LinearMethod):
         assert self._products is not None
         return self._add_bias(self._products.of_quantized(x))
 
-    def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        if self._products is None or gate_up.shape[0] == 1:
-            return super().apply_gated(gate_up, silu_and_mul)
+    def apply_gated(self, gate_up: Tensor, activation: GatedActivation) -> Tensor:
+        if self._products is None or gate_up.shape[0] == 1 or not activation.is_silu:
+            return super().apply_gated(gate_up, activation)
         return self._add_bias(self._products.of_gated(gate_up))
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
