@@ -133,16 +133,20 @@ class StateSlots(States):
         is_received = sequence.sent_blocks < 0 and sequence.num_computed == sequence.prompt_len
         return is_received and self.pool.count(Use.FREE) >= 1 + (state.source == NO_SLOT)
 
+    def _take_free(self) -> int:
+        """Take a slot that ``can_branch`` has counted."""
+        taken = self.pool.take(1)
+        assert taken is not None
+        return taken[0]
+
     def branch(self, sequence: Sequence, choice: Sequence) -> None:
         """Both begin with copies of the state. The first branch makes its slot a source."""
         state = sequence.state
         assert state is not None
         if state.source == NO_SLOT:
-            (slot,) = self.pool.take(1) or ()
-            state.start_from(state.slot, slot)
+            state.start_from(state.slot, self._take_free())
         self.pool.hold((state.source,))
-        (slot,) = self.pool.take(1) or ()
-        choice.state = SequenceState(slot, self._sources, state.source, decode_distance=self._decode_distance)
+        choice.state = SequenceState(self._take_free(), self._sources, state.source, decode_distance=self._decode_distance)
 
     def decoded(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

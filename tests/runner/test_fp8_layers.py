@@ -156,7 +156,9 @@ def test_shards_of_fp8_experts_sum_to_the_whole(use_triton: bool) -> None:
     )
 
     def filled(local: range, part: ShardRange) -> Fp8Experts:
-        experts = Fp8Experts(ExpertsShard(local, num_experts, hidden, part), GatedActivation(silu_and_mul), placement, options)
+        experts = Fp8Experts(
+            ExpertsShard(local, num_experts, hidden, part), GatedActivation(silu_and_mul), placement, options
+        )
         group = WeightGroup(experts.weight_shards, experts.process_weights_after_loading)
 
         def fill_all(shards: Mapping[str, WeightShard]) -> None:

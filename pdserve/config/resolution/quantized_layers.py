@@ -92,7 +92,7 @@ def _bytes(form: LayerForm | None, dtype: str) -> float:
 
 def keep_layers(model: ModelConfig, parallel: ParallelConfig, weights: CheckpointWeights | None = None) -> KeptLayers:
     """Choose for each layer whether V2 keeps its weights quantized. Without ``weights`` config.json alone decides."""
-    if model.weight_format == UNQUANTIZED:
+    if model.weight_format == UNQUANTIZED or model.gemma4 is not None:
         return KeptLayers({})
     if weights is None:
         forms = {
@@ -234,6 +234,8 @@ def kept_problem(
     """
     if model.weight_format == UNQUANTIZED:
         return ""
+    if model.gemma4 is not None:
+        return f"V2 runs Gemma 4 with unquantized weights; these are {model.weight_format}"
     if any(form.kind == "mxfp4" for form in (*kept.forms.values(), *declared_forms(model).values())):
         return _mxfp4_problem(model, parallel, unquantized)
     if kept.forms:
