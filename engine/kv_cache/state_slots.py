@@ -134,7 +134,7 @@ class StateSlots(States):
         return is_received and self.pool.count(Use.FREE) >= 1 + (state.source == NO_SLOT)
 
     def _take_free(self) -> int:
-        """Take a slot that ``can_branch`` has counted."""
+        """Take a slot that ``may_branch`` has counted."""
         taken = self.pool.take(1)
         assert taken is not None
         return taken[0]
