@@ -312,7 +312,7 @@ def test_kernels_have_the_logprobs_of_the_dequantized_model(family: str, name: s
 @pytest.mark.parametrize(("family", "name"), [*KERNELS, ("qwen3", "mixed"), ("qwen3_moe", "gptq 64")])
 def test_logprobs_on_gpus_err_by_the_rounding_of_activations(family: str, name: str, tmp_path: Path) -> None:
     """Loaded twice: the second time, weights are unpacked on the GPU."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     is_mixed = name == "mixed"
     _, quantized = mixed(tmp_path, **sizes) if is_mixed else quantized_model(tmp_path, family, name, **sizes)
     _, exact = logprobs_of(quantized, "V1", device="cuda")
@@ -367,8 +367,8 @@ def mixed(tmp_path: Path, family: str = "qwen3", **sizes: Any) -> tuple[Path, Pa
     quantized = quantize(plain, tmp_path / "quantized", "nvfp4")
     file = quantized / "model.safetensors"
     rounded = load_file(plain / "model.safetensors")
-    stored = {}
-    layers = {}
+    stored: dict[str, Tensor] = {}
+    layers: dict[str, dict[str, Any]] = {}
     for key, tensor in rounded.items():
         module = key.removesuffix(".weight")
         if module == "lm_head" or ("layers.0." in key and module.endswith("_proj")):
@@ -523,7 +523,7 @@ def test_another_checkpoint_takes_the_place_of_4_bit_weights(tmp_path: Path) -> 
 
 
 MIXED = "mixed"
-SPLIT: list[tuple[str, str, dict[str, int]]] = [
+SPLIT: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "nvfp4", {"tp": 2}),
     ("qwen3", "gptq zeros", {"tp": 2}),
     ("qwen3_moe", "awq 32", {"tp": 2}),
@@ -540,11 +540,11 @@ SPLIT: list[tuple[str, str, dict[str, int]]] = [
 def test_two_ranks_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     """All cases in the same processes, because starting Python takes longer than most of them."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    cases = []
+    cases: list[Case] = []
     expected = []
     for family, name, sizes in SPLIT:
         directory = tmp_path / f"{len(cases)}"
-        odd = {"vocab_size": 131}  # the last shard of a head has a row beyond it
+        odd: dict[str, Any] = {"vocab_size": 131}  # the last shard of a head has a row beyond it
         is_mixed = name == MIXED
         plain, quantized = mixed(directory, **odd) if is_mixed else quantized_model(directory, family, name)
         config = node_config(quantized, runner="V2", num_blocks=16, **sizes)
@@ -637,7 +637,12 @@ def test_weights_quantized_at_load_are_the_nearest_values_of_their_scales(kind: 
 def test_a_model_quantized_at_load_has_the_logits_of_its_rounded_weights(
     kind: str, family: str, tmp_path: Path
 ) -> None:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+    }
     plain = make_checkpoint(tmp_path / "plain", family, **sizes)
     config = node_config(plain, runner="V2", quantization=kind, num_blocks=16)
     assert {form.kind for form in config.model.layer_forms.values()} == {AT_LOAD[kind].form.kind}

@@ -409,7 +409,7 @@ def test_projections_from_latents_are_dequantized(version: str, q_lora_rank: int
     assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
 
 
-def kept_of(directory: Path, **sizes: int) -> KeptLayers:
+def kept_of(directory: Path, **sizes: Any) -> KeptLayers:
     model = load_model_config(directory)
     parallel = choose_parallel_config(model, **{"pp": 1, "tp": 1, **sizes})
     kept = keep_layers(model, parallel, stored_weights(model, directory))

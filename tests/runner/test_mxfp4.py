@@ -307,7 +307,7 @@ def test_experts_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None
     plain = make_checkpoint(tmp_path / "plain", "gpt_oss", **SIZES)
     model = load_model_config(quantize(plain, tmp_path / "quantized", "mxfp4"))
 
-    def problem(unquantized: tuple[str, ...] = (), **sizes: int) -> str:
+    def problem(unquantized: tuple[str, ...] = (), **sizes: Any) -> str:
         parallel = choose_parallel_config(model, **{"pp": 1, **sizes})
         return kept_problem(model, parallel, keep_layers(model, parallel), unquantized)
 
