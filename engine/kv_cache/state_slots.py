@@ -138,11 +138,10 @@ class StateSlots(States):
         state = sequence.state
         assert state is not None
         if state.source == NO_SLOT:
-            (slot,) = self.pool.take(1) or ()
-            state.start_from(state.slot, slot)
+            state.start_from(state.slot, self._take_one())
         self.pool.hold((state.source,))
-        (slot,) = self.pool.take(1) or ()
-        choice.state = SequenceState(slot, self._sources, state.source, decode_distance=self._decode_distance)
+        own = self._take_one()
+        choice.state = SequenceState(own, self._sources, state.source, decode_distance=self._decode_distance)
 
     def decoded(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -193,6 +192,11 @@ class StateSlots(States):
         if self.pool.cache((block_hash,), (slot,)):
             self.pool.recorder.store(sequence, num_tokens // self._block_size - 1, 0)
         return block_hash
+
+    def _take_one(self) -> int:
+        slots = self.pool.take(1)
+        assert slots is not None, "no slot is free, after may_branch"
+        return slots[0]
 
     def _take_snapshot(self, sequence: Sequence) -> None:
         """Order a snapshot, if a slot is free for it."""

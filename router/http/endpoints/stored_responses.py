@@ -120,7 +120,7 @@ def _page(database: ResponseDatabase, owner: str, response_id: str, query: Items
         has_more = end > query.limit
     items = [item for at in positions for item in database.read_items(index, at, at + 1)]
     first_id, last_id = (ids[positions[0]], ids[positions[-1]]) if positions else ("", "")
-    page = InputItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)  # type: ignore[arg-type]
+    page = InputItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)
     return msgspec.json.encode(page)
 
 
