@@ -133,20 +133,15 @@ class StateSlots(States):
         is_received = sequence.sent_blocks < 0 and sequence.num_computed == sequence.prompt_len
         return is_received and self.pool.count(Use.FREE) >= 1 + (state.source == NO_SLOT)
 
-    def _take_free(self) -> int:
-        """Take a slot that ``may_branch`` has counted."""
-        taken = self.pool.take(1)
-        assert taken is not None
-        return taken[0]
-
     def branch(self, sequence: Sequence, choice: Sequence) -> None:
         """Both begin with copies of the state. The first branch makes its slot a source."""
         state = sequence.state
         assert state is not None
         if state.source == NO_SLOT:
-            state.start_from(state.slot, self._take_free())
+            state.start_from(state.slot, self._take_one())
         self.pool.hold((state.source,))
-        choice.state = SequenceState(self._take_free(), self._sources, state.source, decode_distance=self._decode_distance)
+        own = self._take_one()
+        choice.state = SequenceState(own, self._sources, state.source, decode_distance=self._decode_distance)
 
     def decoded(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -197,6 +192,11 @@ class StateSlots(States):
         if self.pool.cache((block_hash,), (slot,)):
             self.pool.recorder.store(sequence, num_tokens // self._block_size - 1, 0)
         return block_hash
+
+    def _take_one(self) -> int:
+        slots = self.pool.take(1)
+        assert slots is not None, "no slot is free, after may_branch"
+        return slots[0]
 
     def _take_snapshot(self, sequence: Sequence) -> None:
         """Order a snapshot, if a slot is free for it."""
