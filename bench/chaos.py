@@ -39,6 +39,7 @@ from pathlib import Path
 import grpc
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from checkpoints import make_checkpoint

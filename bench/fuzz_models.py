@@ -27,6 +27,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 import torch
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from checkpoints import FAMILIES
 from differential import EQUAL, LibraryError, compare

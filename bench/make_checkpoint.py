@@ -3,7 +3,8 @@
     python bench/make_checkpoint.py /tmp/qwen3-27m                                       for CPUs
     python bench/make_checkpoint.py /tmp/llama-8b --shape llama-8b --config-only         for GPUs, --load-format dummy
 
-Tokenizer and chat template are those of the embedded model, so the checkpoint can be served. ``--set`` changes fields
+Tokenizer and chat template are those of the embedded model, so the checkpoint can be served; shapes with a vision tower
+have small ones with tokens of images, and no weights (``--config-only``). ``--set`` changes fields
 of config.json: ``--set num_hidden_layers=4``. Quantized weights are random codes with one scale.
 
 Another server needs the same weights if the model has experts: its own random weights may send all tokens to a few of
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ from runner.loading.decoder_weights import DecoderWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
+
+ROOT = Path(__file__).parents[1]
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -127,6 +131,31 @@ _FP8_BLOCKS: dict[str, Any] = {
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
+}
+
+# 4 bits as ModelOpt and AutoAWQ write them.
+_NVFP4: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "group_size": 16,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "producer": {"name": "modelopt", "version": "0.37.0"},
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+            "input_activations": {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False},
+        }
+    },
+}
+_AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "zero_point": True,
+    "version": "gemm",
+    "modules_to_not_convert": None,
 }
 
 _QWEN3_30B_A3B: dict[str, Any] = _QWEN3 | {
@@ -291,6 +320,68 @@ _QWEN3_5_8L: dict[str, Any] = {
     "rope_theta": 10000000,
 }
 
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "in_channels": 3,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+# Qwen3.5-27B with 8 of its 64 text layers, and its whole tower.
+_QWEN3_5_8L_IMAGES: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{name: value for name, value in _QWEN3_5_8L.items() if name not in ("architectures", "rope_theta")},
+        "attn_output_gate": True,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+        "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
+    "vision_config": _QWEN_VISION | {"model_type": "qwen3_5", "out_hidden_size": 5120, "deepstack_visual_indexes": []},
+}
+
+_QWEN3_VL_8B: dict[str, Any] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000,
+        "tie_word_embeddings": False,
+        "vocab_size": 151936,
+    },
+    "vision_config": _QWEN_VISION
+    | {"model_type": "qwen3_vl", "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24]},
+}
+
 _DEEPSEEK: dict[str, Any] = {
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
@@ -445,8 +536,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mimo-7b": _MIMO_7B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": _QWEN3_30B_A3B | {"quantization_config": _FP8_BLOCKS},
+    "qwen3-30b-a3b-nvfp4": _QWEN3_30B_A3B | {"quantization_config": _NVFP4},
+    "qwen3-30b-a3b-awq": _QWEN3_30B_A3B | {"quantization_config": _AWQ | {"modules_to_not_convert": ["mlp.gate."]}},
+    "qwen3-vl-8b": _QWEN3_VL_8B,
     "qwen3-next-12l": _QWEN3_NEXT_12L,
     "qwen3.5-8l": _QWEN3_5_8L,
+    "qwen3.5-8l-images": _QWEN3_5_8L_IMAGES,
     "qwen3.5-35b-a3b": _QWEN3_5_35B_A3B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "deepseek-v3-5l-fp8": _DEEPSEEK_V3_5L_FP8,
@@ -459,6 +554,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-120b": _GPT_OSS_120B,
     "gpt-oss-120b-mxfp4": _GPT_OSS_120B | {"quantization_config": _MXFP4},
     "llama-8b": _LLAMA_8B,
+    "llama-8b-nvfp4": _LLAMA_8B | {"quantization_config": _NVFP4},
+    "llama-8b-awq": _LLAMA_8B | {"quantization_config": _AWQ},
     "llama-8b-fp8": _LLAMA_8B | {"quantization_config": _FP8_CHANNELS},
     "llama-8b-fp8-blocks": _LLAMA_8B | {"quantization_config": _FP8_BLOCKS},
     "llama-70b": _LLAMA
@@ -472,6 +569,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 STANDARD_DEVIATION = 0.02
 _FP8_WEIGHTS = "_proj.weight", "_proj_with_mqa.weight"
+E2M1_DEVIATION = 2.9  # standard deviation of the values of random codes
+INT4_DEVIATION = 4.6
 MXFP4_SCALE = 127 - 7  # 2^-7, E8M0: about STANDARD_DEVIATION with random codes
 
 
@@ -480,12 +579,27 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
     for file in EMBEDDED_MODEL.iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
             shutil.copy(file, directory)
+    if "vision_config" in config:
+        config = config | write_image_files(directory)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     if weights:
         save_file(random_tensors(directory), directory / "model.safetensors", {"format": "pt"})
     model = load_model_config(directory)
     size = num_parameters(model, choose_parallel_config(model, pp=1, tp=1).position(0))
     print(f"{directory}: {size / 1e6:.1f} M parameters" + ("" if weights else ", config only"))
+
+
+def write_image_files(directory: Path) -> dict[str, int]:
+    """Write a small tokenizer with the tokens of images, and the processor as published; return the tokens' ids."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    from image_checkpoints import PROCESSOR, write_tokenizer
+
+    ids = write_tokenizer(directory)
+    sizes = {"longest_edge": 16_777_216, "shortest_edge": 65_536}
+    (directory / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, "size": sizes}))
+    names = {"image_pad": "image_token_id", "video_pad": "video_token_id"}
+    names |= {name: f"{name}_token_id" for name in ("vision_start", "vision_end")}
+    return {field: ids[f"<|{name}|>"] for name, field in names.items()}
 
 
 def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -502,6 +616,10 @@ def random_tensors(directory: Path) -> dict[str, torch.Tensor]:
             return mxfp4_tensors(name, *shape)
         if quantization in (_FP8_BLOCKS, _FP8_CHANNELS) and name.endswith(_FP8_WEIGHTS):
             return fp8_tensors(name, shape, quantization)
+        if quantization == _NVFP4 and name.endswith(_FP8_WEIGHTS):
+            return nvfp4_tensors(name, *shape)
+        if quantization.get("quant_method") == "awq" and name.endswith(_FP8_WEIGHTS):
+            return awq_tensors(name, *shape)
         if name.endswith("norm.weight"):
             return {name: torch.ones(shape, dtype=torch.bfloat16)}
         return {name: random_values(name, shape).mul_(STANDARD_DEVIATION).bfloat16()}
@@ -532,10 +650,34 @@ def fp8_tensors(name: str, shape: tuple[int, ...], quantization: dict[str, Any])
 def mxfp4_tensors(name: str, experts: int, inputs: int, outputs: int) -> dict[str, torch.Tensor]:
     """Return random codes and scales of stacked experts."""
     shape = (experts, outputs, inputs // MXFP4_BLOCK, MXFP4_BLOCK // 2)
-    data = np.random.default_rng(seed_of(name)).bytes(math.prod(shape))
-    codes = np.frombuffer(bytearray(data), np.uint8).reshape(shape)
     scales = torch.full(shape[:3], MXFP4_SCALE, dtype=torch.uint8)
-    return {f"{name}_blocks": torch.from_numpy(codes), f"{name}_scales": scales}
+    return {f"{name}_blocks": random_bytes(name, shape), f"{name}_scales": scales}
+
+
+def nvfp4_tensors(name: str, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+    """Return a weight of random codes whose blocks have the scale 1."""
+    return {
+        name: random_bytes(name, (outputs, inputs // 2)),
+        f"{name}_scale": torch.ones(outputs, inputs // 16).to(torch.float8_e4m3fn),
+        f"{name}_scale_2": torch.tensor(STANDARD_DEVIATION / E2M1_DEVIATION),
+        f"{name.removesuffix('weight')}input_scale": torch.tensor(1.0),
+    }
+
+
+def awq_tensors(name: str, outputs: int, inputs: int) -> dict[str, torch.Tensor]:
+    """Return a weight of random codes with zeros of 8."""
+    module = name.removesuffix("weight")
+    groups = inputs // _AWQ["group_size"]
+    return {
+        f"{module}qweight": random_bytes(name, (inputs, outputs // 2)).view(torch.int32),
+        f"{module}qzeros": torch.full((groups, outputs // 2), 0x88, dtype=torch.uint8).view(torch.int32),
+        f"{module}scales": torch.full((groups, outputs), STANDARD_DEVIATION / INT4_DEVIATION, dtype=torch.float16),
+    }
+
+
+def random_bytes(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    data = np.random.default_rng(seed_of(name)).bytes(math.prod(shape))
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8).reshape(shape))
 
 
 def main() -> None:
@@ -547,6 +689,8 @@ def main() -> None:
     args = parser.parse_args()
     changes = {name: json.loads(value) for name, value in (item.split("=", 1) for item in args.set)}
     config = SHAPES[args.shape] | changes
+    if "vision_config" in config and not args.config_only:
+        parser.error(f"--shape {args.shape} has a vision tower, whose weights are not written; add --config-only")
     make(args.directory, config, weights=not args.config_only)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from fault_injection import KINDS, inject, is_ready, recover

@@ -94,6 +94,17 @@ class Sequence:
         return self.prompt_len // self.hashes.block_size * self.hashes.block_size
 
     @property
+    def ends_amid_image_block(self) -> bool:
+        """Whether the last block of the prompt is not full and has a part of an image: choices need all of its KV."""
+        images = self.request.images
+        return bool(images) and images[-1].end > self.shared_len
+
+    @property
+    def branches_at(self) -> int:
+        """Prompt tokens that have KV when its choices branch."""
+        return self.prompt_len if self.ends_amid_image_block else self.shared_len
+
+    @property
     def num_loading_choices(self) -> int:
         """The choices that continue behind a load, before ``ChoiceManager.take_from_peer`` knows which have ended."""
         return 1 + len(self.request.branches) if self.has_output else self.request.sampling.n
@@ -260,4 +271,5 @@ class Sequence:
             state_slot=NO_SLOT if state is None else state.slot,
             state_from=NO_SLOT if state is None or not self.num_computed else state.begin(),
             images=self.request.images,
+            copies=self.table.take_copies(),
         )

@@ -23,6 +23,8 @@ class BlockTable:
     kept_from: list[int] = field(default_factory=list)  # by windowed group: its earlier blocks are freed
     next_full: int = 0  # number of computed tokens at which the next block is full and enters the prefix cache
     cached_at_lookup: int = -1  # cached prompt tokens at the last prefix-cache lookup; -1 if never looked up
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks, copied before its first step
+    copied_from: list[int] = field(default_factory=list)  # sources of the step that is planned, of all sequences
 
     def add(self, blocks: Iterable[int], block_size: int, num_groups: int) -> None:
         """Append blocks, which the runner may be told."""
@@ -46,6 +48,18 @@ class BlockTable:
         spare = self.spare
         self.spare = []
         return spare
+
+    def order_copies(self, copies: tuple[tuple[int, int], ...], copied_from: list[int]) -> None:
+        """Let the first step begin with copies of blocks. ``copied_from`` gets the sources when it is planned."""
+        self.copies = copies
+        self.copied_from = copied_from
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """Return the copies for the step that is planned."""
+        copies = self.copies
+        self.copied_from += [source for source, _ in copies]
+        self.copies = ()
+        return copies
 
     def clear(self) -> None:
         """Drop all blocks."""

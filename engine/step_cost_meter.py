@@ -18,16 +18,21 @@ _LARGE = 1000  # tokens of a step whose time grows in proportion to them
 _MOST_ADDED = 2.0  # cap on the time that drafts add, as a multiple of the step without drafts
 _FIRST_USES = 2  # steps with drafts that are not measured: a kernel's first use takes longer
 _DRAFTS_HALF_LIFE = 300  # steps without drafts that halve the cost of drafts, so that some are tried again
+_KEEP_IMAGES = 0.9  # weight of earlier work of images after each step with some
 _RIDGE = 1e-6  # relative to a term's weight: where points cannot separate the terms, the cost goes to ``token``
 
 
 class StepWork(NamedTuple):
-    """The work of a step. Its prompt tokens attend to ``context`` tokens each, on average."""
+    """The work of a step. Its prompt tokens attend to ``context`` tokens each, on average.
+
+    ``images``: the encoding of images, in tokens of a prompt by their operations; see ``StepCostMeter.image_unit``.
+    """
 
     decodes: int = 0
     prompt_tokens: int = 0
     context: float = 0.0
     drafts: int = 0
+    images: int = 0
 
 
 class LineFit:
@@ -196,6 +201,7 @@ class StepCostMeter:
     A step of ``decodes`` sequences and prompts takes ``decode.at(decodes)`` seconds and those that ``chunk`` adds. So
     the base of a step, which reads the weights, counts once. ``context`` is the mean number of tokens that a prompt
     token attends to. Chunks learn from steps with decodes only: there each token may cost more than in a full step.
+    Steps that encode images tell about images alone.
     """
 
     def __init__(self) -> None:
@@ -208,6 +214,9 @@ class StepCostMeter:
         self._num_drafted = 0  # steps that only decode, with drafts
         self._undrafted = 0  # steps since the last one with drafts
         self._num_outliers = 0  # outliers less expected steps, at least 0
+        self._context = 0.0  # mean of recent prompts, by steps
+        self._image_work = 0.0
+        self._image_seconds = 0.0
 
     def add_step(
         self,
@@ -216,14 +225,17 @@ class StepCostMeter:
         seconds: float,
         context: float = 0.0,
         drafts: int = 0,
+        images: int = 0,
         *,
         ahead: bool = False,
     ) -> float:
         """Add a step that computed ``prompt_tokens`` and continued ``decodes`` sequences, with ``drafts`` in all.
 
-        Return the seconds that the prompts added to it. In a step ``ahead`` the model has made drafts for the next one:
-        a part of what drafts cost.
+        Return the seconds that prompts and ``images`` added to it. In a step ``ahead`` the model has made drafts for
+        the next one: a part of what drafts cost.
         """
+        if images:
+            return self._add_images(StepWork(decodes, prompt_tokens, context, drafts), images, in_range(seconds))
         if not decodes and not prompt_tokens:
             return 0.0
         seconds = in_range(seconds)
@@ -246,16 +258,26 @@ class StepCostMeter:
         token = self.prompt.slope
         usual_tokens = self._prompts.mean_x
         self._prompts.add(prompt_tokens, max(0.0, seconds - decodes * line.slope))
+        self._context = context if self._context == 0.0 else _KEEP * self._context + (1.0 - _KEEP) * context
         if not decodes:
             return seconds
         added = max(0.0, seconds - line.at(decodes))
         expected = self._chunk.at(prompt_tokens, context) if self._chunk else 0.0
         if self._decodes and (added or expected):  # else all of it is hidden, as expected
             if not self._chunks and usual_tokens >= _LARGE:  # a first small chunk would tell little about large ones
-                self._chunks.add(_LARGE, 0.0, _LARGE * token)
+                self._chunks.add(_LARGE, self._context, _LARGE * token)
             self._chunks.add(prompt_tokens, context, min(added, self._credible(expected, added, line.base)))
             self._chunk = self._chunks.cost(line.base)
         return added
+
+    def _add_images(self, text: StepWork, images: int, seconds: float) -> float:
+        plain = self.expected(text)
+        if plain < math.inf:
+            self._image_seconds = _KEEP_IMAGES * self._image_seconds + max(0.0, seconds - plain)
+            self._image_work = _KEEP_IMAGES * self._image_work + images
+        elif not self._prompts:  # until prompts are measured
+            self._prompts.add(text.prompt_tokens + images, seconds)
+        return max(0.0, seconds - (self._decodes.line.at(text.decodes) if text.decodes else 0.0))
 
     def _credible(self, expected: float, measured: float, least: float = 0.0) -> float:
         """Return the most seconds to learn from: an outlier, such as the first step of a kernel, counts little.
@@ -297,6 +319,13 @@ class StepCostMeter:
         return LinearCost(line.base * share, line.slope * share)
 
     @property
+    def image_unit(self) -> float:
+        """Seconds of a unit of the work of images; that of a token that attends to none until measured, or 0."""
+        if self._image_work:
+            return self._image_seconds / self._image_work
+        return self.chunk.token.base if self.chunk is not None else 0.0
+
+    @property
     def chunk(self) -> ChunkCost | None:
         """The cost that prompts add to a step that decodes; None while no step had prompts."""
         if self._chunk is None and self._prompts:
@@ -305,14 +334,17 @@ class StepCostMeter:
 
     def expected(self, work: StepWork) -> float:
         """Return the seconds that a step takes, as predicted by measured steps; inf while none was like it."""
-        decodes, prompt_tokens, context, drafts = work
+        decodes, prompt_tokens, context, drafts, images = work
+        seconds = images * self.image_unit
+        if images and not seconds:
+            return math.inf
         if not decodes:
             if not prompt_tokens:
-                return 0.0
-            return self.prompt.at(prompt_tokens) if self._prompts else math.inf
+                return seconds
+            return seconds + self.prompt.at(prompt_tokens) if self._prompts else math.inf
         if not (self._decodes and (self._prompts or not prompt_tokens)):
             return math.inf
-        seconds = self._decodes.line.at(decodes)
+        seconds += self._decodes.line.at(decodes)
         if drafts:
             seconds += self.drafts.at(drafts)
         if prompt_tokens and (chunk := self.chunk) is not None:

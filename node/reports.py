@@ -209,6 +209,7 @@ class NodeReports:
             for_peers=status.for_peers,
             prompt_share=self._engine.prompt_share.update(status.totals.prompt_seconds, time.monotonic()),
             itl_target_ms=status.itl_target * 1e3,
+            itl_limit_ms=status.itl_limit * 1e3,
             ttft_target_ms=status.ttft_target * 1e3,
         )
 

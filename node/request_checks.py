@@ -92,9 +92,14 @@ def check_images(spans: Iterable[pb.ImageSpan], token_ids: bytes, config: NodeCo
 
 
 def check_choices(images: Images, n: int, num_tokens: int, config: NodeConfig) -> None:
-    """Raise RequestError if a choice but the first would have to compute an image on a node that encodes none."""
+    """Raise RequestError if a choice but the first would have to compute an image on a node that encodes none.
+
+    Choices begin with a copy of the last block. Those of models with windows in groups of their own compute its tokens.
+    """
+    if config.images is ImageMode.TOWER or config.copies_blocks:
+        return
     block_size = config.kv_layout.block_size
-    if config.images is not ImageMode.TOWER and choices_compute_images(images, n, num_tokens, block_size):
+    if choices_compute_images(images, n, num_tokens, block_size):
         raise RequestError(
             f"n is {n}, and the last {num_tokens % block_size} tokens of the prompt, which each choice computes, are "
             "partly an image; this node encodes none. Ask for one choice, or start decode nodes with --images on",

@@ -151,9 +151,10 @@ def first_needed(images: Images, computed: int) -> ImageSpan | None:
 
 
 def choices_compute_images(images: Images, n: int, num_tokens: int, block_size: int) -> bool:
-    """Return whether choices but the first compute tokens of an image, for which their node needs its pixels.
+    """Return whether choices but the first may compute tokens of an image, for which their node needs its pixels.
 
-    Choices share the full blocks of a prompt of ``num_tokens``, and compute the tokens behind these again.
+    Choices share the full blocks of a prompt of ``num_tokens``, and compute the tokens behind these again: of an image,
+    only if they get no copy of that block (engine/kv_cache/block_copies.py).
     """
     shared = num_tokens // block_size * block_size
     return n > 1 and bool(images) and images[-1].end > shared
@@ -193,7 +194,7 @@ class EncodedImage(msgspec.Struct, frozen=True):
     digest: bytes  # ImageSpan.digest
     height: int  # pixels
     width: int
-    pixels: bytes  # uint8 [height, width, 3], RGB; empty in a piece that is not the first
+    pixels: bytes  # uint8 [height, width, 3], RGB; empty in a piece that is not the first, and on later stages
     first: int = 0
     last: int = 1
     depth: int = 1  # 1: the tower is not divided

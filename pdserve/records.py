@@ -160,6 +160,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     state_slot: int = NO_SLOT  # slot of the recurrent state
     state_from: int = NO_SLOT  # slot with the state after ``num_computed`` tokens; NO_SLOT: ``num_computed`` is 0
     images: Images = ()  # all of the prompt
+    copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks, copied before its first step
 
     @property
     def num_tokens(self) -> int:
@@ -177,9 +178,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
     A decode computes the newest token of a sequence, then drafts: guesses of the tokens after it. The runner samples at
     each of these positions, and accepts drafts while they equal the samples. So a decode yields 1 … ``num_tokens``
-    tokens: one per accepted draft, and one more. The next step of the sequence begins at the last of them. The KV of
-    rejected drafts is overwritten then. It is planned when the host knows these tokens if the drafts come with the plan
-    (``Drafts``), and may be planned earlier if they come from the runner.
+    tokens: one per accepted draft, and one more. The next step begins at the last of them, and overwrites the KV of
+    rejected drafts. If the drafts come with the plan (``Drafts``), it is planned once the host knows these tokens.
     """
 
     seq: int

@@ -17,6 +17,8 @@ from typing import NamedTuple
 _SHARED_SLACK = 0.75
 #: One step in so many begins with the oldest late prompt, while there are any.
 LATE_TURN = 4
+#: Steps that objectives ask for are at most so many times as long as those beside much work.
+MOST_STRETCH = 3.0
 MOST_ORDERED = 16  # prompts that are ordered for a step: few steps have as many
 
 
@@ -35,15 +37,16 @@ class StepPace(NamedTuple):
     late: tuple[int, ...]  # the oldest first
 
 
-def pace(dues: Sequence[Due], *, ahead: float, decode: float, target: float) -> StepPace:
+def pace(dues: Sequence[Due], *, ahead: float, decode: float, target: float, limit: float) -> StepPace:
     """Return the pace for ``dues``, listed in the order of arrival, behind ``ahead`` seconds of other prompts.
 
-    ``decode`` is what the decodes of a step cost its prompts, ``target`` the seconds of a step while no prompt is late:
-    at least ``decode``. Longer steps follow only from objectives, up to ``useful_step``.
+    ``decode`` is what the decodes of a step cost its prompts. While no prompt is late, the seconds of a step are
+    ``useful_step`` between ``target``, which is at least ``decode``, and ``limit``. Longer steps follow only from
+    objectives, up to ``longest_paced``.
     """
-    longest = max(target, useful_step([due.seconds for due in dues], ahead, decode))
+    longest = longest_paced(useful_step([due.seconds for due in dues], ahead, decode), target, limit)
     first, late = _divide(dues, ahead, _rate(longest, decode))
-    seconds = target
+    seconds = min(longest, max(target, limit))
     work = ahead
     for index in first:
         work += dues[index].seconds
@@ -51,6 +54,11 @@ def pace(dues: Sequence[Due], *, ahead: float, decode: float, target: float) -> 
     seconds = longest if late else min(seconds, longest)
     order = _shortest_first([dues[index] for index in first], ahead, _rate(seconds, decode))
     return StepPace(seconds, tuple(first[index] for index in order), tuple(late))
+
+
+def longest_paced(useful: float, target: float, limit: float) -> float:
+    """Return the seconds of the longest steps, so that streams never wait for costs of prompts that are far off."""
+    return max(target, min(useful, MOST_STRETCH * max(target, limit)))
 
 
 def needed_step(work: float, left: float, decode: float) -> float:

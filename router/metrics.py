@@ -232,6 +232,13 @@ class RouterMetrics:
         self.image_seconds = metrics.histogram(
             "pdserve_image_decode_seconds", "Time to decode and resize an image.", _TTFT_BUCKETS
         )
+        self.image_fetch_seconds = metrics.labeled_histogram(
+            "pdserve_image_fetch_seconds",
+            "Time to fetch an image by URL, by outcome (fetched; refused: URL or server is faulty, or slow; failed).",
+            "outcome",
+            _TTFT_BUCKETS,
+            ("fetched", "refused", "failed"),
+        )
         self.image_bytes = metrics.gauge(
             "pdserve_loaded_image_bytes", "Pixels, and files to store, of the images of running requests."
         )

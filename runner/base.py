@@ -22,7 +22,7 @@ from runner.attention.build import build_backend, import_early
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.image_encoding import IMAGE_COPIES, ImageEncoding
-from runner.kv_cache import KVCache
+from runner.kv_cache import BlockCopies, KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
@@ -251,7 +251,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._digests = BlockDigests(self._cache, self._states)
         # Digests are those of slots as they are behind the step's copies.
         copies = [] if self._states is None else [StateSlotCopies(self._states)]
-        shared: list[StepFeature[Any]] = [*copies, self._digests]
+        shared: list[StepFeature[Any]] = [BlockCopies(self._cache), *copies, self._digests]
         if isinstance(self._model.images, ImageInputs):
             shared.append(ImageEncoding(config, self._model.images, self._model.tower, self._model.placement))
         if self._is_last_stage:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from pdserve.kv.groups import KVHeads
 from pdserve.kv.layout import FP8_E4M3, UNSCALED, KVLayout, KVRegion, KVScales, KVShare
+from pdserve.records import NewSequence, StepPlan
 from runner.registered_memory import registrable_zeros
+from runner.step_parts import StepFeature
 
 
 class KVCache:
@@ -90,6 +92,11 @@ class KVCache:
         """Zero every block."""
         self.tensor.zero_()
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block in the order of the current stream."""
+        blocks = self.tensor.unflatten(0, (-1, self.layout.pages_per_block))
+        blocks[target].copy_(blocks[source], non_blocking=True)
+
     @property
     def region(self) -> KVRegion:
         return KVRegion(
@@ -98,6 +105,20 @@ class KVCache:
             device=self.tensor.device.type,
             device_id=self.tensor.device.index or 0,
         )
+
+
+class BlockCopies(StepFeature[object]):
+    """Starts sequences with copies of blocks of others."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def add(self, new: NewSequence) -> None:
+        for source, target in new.copies:
+            self._cache.copy(source, target)
+
+    def part(self, plan: StepPlan) -> None:
+        return None
 
 
 class HeadPart(NamedTuple):

@@ -9,6 +9,7 @@
 | PromptPooling  | vectors of prompts, on nodes that generate nothing | pooling.py                |
 | ImageEncoding  | embeddings and positions of images              | image_encoding.py            |
 | BlockDigests   | digests of KV blocks                            | kv_digest.py                 |
+| BlockCopies    | copies of KV blocks for new sequences           | kv_cache.py                  |
 | GrammarMasks   | masks of allowed tokens on the device           | v2/grammar_masks.py          |
 | ReturnedTokens | tokens from the last pipeline stage to the first | v1/ and v2/returned_tokens.py |
 """

@@ -246,6 +246,7 @@ class SimulatedNode:
             for_peers=status.for_peers,
             prompt_share=self.prompt_share,
             itl_target=status.itl_target,
+            itl_limit=status.itl_limit,
             ttft_target=status.ttft_target,
         )
         return load, status.costs

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
+
 from engine.executor.aggregator import OutputAggregator
 from engine.executor.rank import Pending, Rank
 from engine.executor.rank_messages import ChangeRank, Step, Transfers
@@ -54,7 +56,7 @@ class Executor:
         """Start a step on all ranks, without pauses."""
         with self._reported:
             self._aggregator.expect_step(plan.step, plan.digests)
-        self._others.send(Step(plan))
+        self._others.send(Step(plan), later=_without_pixels(plan))
         with self._others.reporting_own_failure():
             return completed(partial(self._take, plan, self._rank.launch(plan)))
 
@@ -135,3 +137,11 @@ class Executor:
             wake = self._aggregator.has_events and output.step.step == NO_STEP
         if wake:
             self._wake()
+
+
+def _without_pixels(plan: StepPlan) -> Step | None:
+    """Return a plan for later stages, which encode no images; None if it has none."""
+    if not plan.images:
+        return None
+    images = tuple(msgspec.structs.replace(image, pixels=b"") for image in plan.images)
+    return Step(msgspec.structs.replace(plan, images=images))

@@ -179,10 +179,12 @@ class RankProcesses:
     def monitors(self) -> tuple[HeartbeatMonitor, ...]:
         return tuple(channel.monitor for channel in self._channels)
 
-    def send(self, message: ToRank) -> None:
+    def send(self, message: ToRank, later: ToRank | None = None) -> None:
+        """Send a message to all ranks, or ``later`` in its place to those of later stages than the first."""
         frame = framed(message)
+        frame_of_later = frame if later is None else framed(later)
         for channel in self._channels:
-            channel.send(frame)
+            channel.send(frame if channel.rank.is_first else frame_of_later)
         if any(channel.has_unsent for channel in self._channels):
             os.eventfd_write(self._wake_fd, 1)
 

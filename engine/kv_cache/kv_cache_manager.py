@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from engine.kv_cache.block_copies import BlockCopies
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.revocation import Lacking, Shortage
@@ -59,6 +60,7 @@ class KVCacheManager:
         windows = pool.groups.windows
         self._windows = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._num_full = len(windows) - len(self._windows)  # groups
+        self._copies = BlockCopies(pool)
 
     @property
     def num_free(self) -> int:
@@ -112,6 +114,29 @@ class KVCacheManager:
             table.add(cached + fresh, self._block_size, self._num_groups)
         self._connector.tiers.end_fetch(sequence)
         return True
+
+    def branch(self, sequence: Sequence, choice: Sequence) -> None:
+        """Give a choice the KV of the prompt if its last block, which ``sequence`` has, is partly an image.
+
+        The choice shares the full blocks and gets a copy of the last one, if a block is free. Otherwise it has no
+        blocks, as the choices of other prompts, and computes the tokens of the last block again. So it does in groups
+        with windows.
+        """
+        if not sequence.ends_amid_image_block or self._windows or not self._states.may_branch(sequence):
+            return
+        num_shared = sequence.shared_len // self._block_size * self._num_groups
+        shared = sequence.table.blocks[:num_shared]
+        last = sequence.table.blocks[num_shared : num_shared + self._num_groups]
+        fresh = self._pool.take(self._num_groups, after=last[-1])
+        if fresh is None:
+            return
+        self._pool.hold(shared)
+        table = choice.table
+        table.add(shared + fresh, self._block_size, self._num_groups)
+        table.next_full = sequence.shared_len + self._block_size
+        choice.set_computed(choice.prompt_len)
+        self._copies.order(table, last, fresh)
+        self._states.branch(sequence, choice)
 
     def grow(self, sequences: Iterable[Sequence]) -> bool:
         """Allocate the missing blocks of all sequences. Return False, and allocate none, if too few are free."""
@@ -186,11 +211,13 @@ class KVCacheManager:
 
     def take_state_orders(self, step: int) -> StateOrders:
         """Return what ``step``, which has been planned, stores and copies of recurrent states."""
+        self._copies.planned(step)
         return self._states.take_orders(step)
 
     def applied(self, step: int) -> None:
         """``step`` has ended."""
         self._states.applied(step)
+        self._copies.applied(step)
 
     def forget_cached(self) -> None:
         """Empty the prefix cache, and the tiers behind it."""
@@ -226,6 +253,7 @@ class KVCacheManager:
         assert not sequence.in_flight, f"sequence {sequence.seq} frees blocks that a step still writes to"
         quarantined = self._connector.abandon(sequence)  # and the slot of a state
         table = sequence.table
+        self._copies.cancel(table)
         blocks = _blocks_of(table.blocks) + table.spare if self._windows else table.blocks
         self._pool.drop([block for block in blocks if block not in quarantined], Use.HELD)
         table.clear()

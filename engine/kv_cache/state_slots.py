@@ -11,13 +11,15 @@ cached prefix is of use only with the state at its end, so states are copied at 
 
     lease      on P, a copy behind a chunk of a peer's prompt, so that the sequence may go on meanwhile, or the
                snapshot that the sequence begins with
-    received   on D, a snapshot at once if it is at a block boundary; the sequence then begins with a copy
+    received   on D, a snapshot at once if it is at a block boundary; the sequence then begins with a copy, as all
+               choices of a prompt do whose last block has a part of an image
 
 Snapshots are made where later prompts will probably branch off: at the last block boundary of a prompt, at the end of a
 cached prefix whose state was missing, and after every ``DISTANCE`` tokens. A step stores one of them amid a chunk of
 the prompt, so a prompt needs no extra step. While a sequence decodes, one snapshot follows it. Decodes with drafts end
 before the token of the next one, so no snapshot has the state of a draft. A peer gets the state at the end of the
-prompt; for several choices, at the last block boundary of the prompt (``handoff_position``).
+prompt; for several choices, at the last block boundary of the prompt (``handoff_position``), unless an image is behind
+it, which a peer without a vision tower cannot compute again.
 
 Copies run in the order of the device's stream. Transfers do not: they wait until steps have been applied. So a slot
 that is copied from stays held until then.
@@ -66,7 +68,8 @@ class StateSlots(States):
         return 1 + sequence.for_peer + kept - self.pool.count(Use.FREE)
 
     def allocate(self, sequence: Sequence, source: int, num_cached: int, num_matched: int) -> None:
-        lease_at = handoff_position(sequence.prompt_len, sequence.request.sampling.n, self._block_size)
+        choices = 1 if sequence.ends_amid_image_block else sequence.request.sampling.n
+        lease_at = handoff_position(sequence.prompt_len, choices, self._block_size)
         leases_source = sequence.for_peer and source != NO_SLOT and num_cached == lease_at
         if source != NO_SLOT:
             self.pool.hold((source,) * (1 + leases_source))
@@ -103,7 +106,8 @@ class StateSlots(States):
 
     def received(self, sequence: Sequence, num_tokens: int) -> int:
         """Take the state that came with the KV: after all tokens, or for several choices at the last block boundary."""
-        num_tokens = handoff_position(num_tokens, sequence.num_loading_choices, self._block_size)
+        choices = 1 if sequence.ends_amid_image_block else sequence.num_loading_choices
+        num_tokens = handoff_position(num_tokens, choices, self._block_size)
         assert sequence.state is not None
         sequence.state.passed(num_tokens)
         if num_tokens % self._block_size == 0:
@@ -121,6 +125,23 @@ class StateSlots(States):
         if self.pool.find(block_hash) is None and (slots := self.pool.take(1)) is not None:
             self._cache(sequence, num_tokens, state.slot)
             state.start_from(state.slot, slots[0])
+
+    def may_branch(self, sequence: Sequence) -> bool:
+        """Only a received state: steps have not overwritten it, and the runner will be told where it is."""
+        state = sequence.state
+        assert state is not None
+        is_received = sequence.sent_blocks < 0 and sequence.num_computed == sequence.prompt_len
+        return is_received and self.pool.count(Use.FREE) >= 1 + (state.source == NO_SLOT)
+
+    def branch(self, sequence: Sequence, choice: Sequence) -> None:
+        """Both begin with copies of the state. The first branch makes its slot a source."""
+        state = sequence.state
+        assert state is not None
+        if state.source == NO_SLOT:
+            state.start_from(state.slot, self._take_one())
+        self.pool.hold((state.source,))
+        own = self._take_one()
+        choice.state = SequenceState(own, self._sources, state.source, decode_distance=self._decode_distance)
 
     def decoded(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -171,6 +192,11 @@ class StateSlots(States):
         if self.pool.cache((block_hash,), (slot,)):
             self.pool.recorder.store(sequence, num_tokens // self._block_size - 1, 0)
         return block_hash
+
+    def _take_one(self) -> int:
+        slots = self.pool.take(1)
+        assert slots is not None, "no slot is free, after may_branch"
+        return slots[0]
 
     def _take_snapshot(self, sequence: Sequence) -> None:
         """Order a snapshot, if a slot is free for it."""

@@ -54,6 +54,13 @@ class States:
         """Take the state after a load of ``num_tokens`` tokens. Return after how many tokens the sequence continues."""
         return num_tokens
 
+    def may_branch(self, sequence: Sequence) -> bool:
+        """Return whether another choice can begin with the state of a sequence at the end of its prompt."""
+        return True
+
+    def branch(self, sequence: Sequence, choice: Sequence) -> None:
+        """Let another choice begin with this state, which ``may_branch``."""
+
     def take_lease(self, sequence: Sequence) -> int:
         """Make a lease of the state that the peer needs, beyond the end of the sequence; return its slot.
 

@@ -21,7 +21,8 @@ The expectation may be wrong by half a chunk then. A sequence that is overdue is
 
 Decodes for peers (decode-ahead) are not protected: their peers take over soon.
 
-Steps are longer than the target while prompts would miss ``--ttft-target`` otherwise: see ttft_target.py.
+Steps are longer than the target beside much work of prompts, and while prompts would miss ``--ttft-target`` otherwise:
+see ttft_target.py.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from engine.kv_cache.peer_kv import PeerKV
 from engine.scheduler.microbatch import RunnableSequences
 from engine.sequence import Sequence
 from engine.step_cost_meter import ChunkCost, StepCostMeter
-from pdserve.request_cost import LinearCost, auto_itl_target
+from pdserve.request_cost import ITL_LIMIT, LinearCost, auto_itl_target
 
 OVERDUE = 0.02  # seconds after which a sequence that should have joined is not waited for
 _MANY = 10**9  # tokens
@@ -45,6 +46,7 @@ class MixedStep(NamedTuple):
     """A step with decodes and prompts, in seconds."""
 
     seconds: float
+    limit: float  # with much work of prompts
     decode: float  # the part that the decodes take
 
 
@@ -82,13 +84,19 @@ class ItlTarget:
         decode = self._meter.decode
         return self._stages * auto_itl_target(self._idle_step or decode.at(1), decode.at(self._decodes))
 
+    @property
+    def limit(self) -> float:
+        """The seconds up to which much work of prompts may stretch the target: an explicit one by nothing."""
+        return max(self.seconds, ITL_LIMIT) if self._seconds is None else self._seconds
+
     def step(self, decoding: int) -> MixedStep | None:
         """Return a step that keeps the target while ``decoding`` sequences of the node decode; None: no limit."""
         if not decoding or self._seconds == 0.0:
             return None
         self._decodes = -(-decoding // self._stages)
         decode = self._meter.decode.at(self._decodes)
-        return MixedStep(decode + max(self.seconds / self._stages - decode, decode), decode)
+        target, limit = (max(seconds / self._stages, 2.0 * decode) for seconds in (self.seconds, self.limit))
+        return MixedStep(target, limit, decode)
 
     def budget(
         self, *, decoding: int, waited: float | None = None, arrival_in: float | None = None, longest: float = 0.0
@@ -114,16 +122,17 @@ class ItlTarget:
             seconds = max(most - waited, 0.0)
         if arrival_in is not None:
             seconds = min(seconds, max(arrival_in + most / 2 - decode, 0.0))
-        return ChunkBudget(seconds, cost, self._block_size)
+        return ChunkBudget(seconds, cost, self._meter.image_unit or cost.token.base, self._block_size)
 
 
 class ChunkBudget:
     """The seconds of prompts in one step. The oldest prompt keeps half of them, if it needs as much."""
 
-    def __init__(self, seconds: float, cost: ChunkCost, least: int) -> None:
-        """``least``: tokens of the smallest chunk that does not end a prompt."""
+    def __init__(self, seconds: float, cost: ChunkCost, image_unit: float, least: int) -> None:
+        """``image_unit``: StepCostMeter's. ``least``: tokens of the smallest chunk that does not end a prompt."""
         self._seconds = seconds + cost.hidden
         self._cost = cost.token
+        self._image_unit = image_unit
         self._least = least
         self._oldest: Sequence | None = None
         self._reserved = 0.0
@@ -148,14 +157,14 @@ class ChunkBudget:
             self._reserved = 0.0
 
     def spend_images(self, work: int) -> None:
-        """Count the encoding of images, in tokens of a prompt that attend to none."""
-        self._spent += work * self._cost.base
+        """Count the encoding of images, in units of their work."""
+        self._spent += work * self._image_unit
 
     def image_room(self, sequence: Sequence) -> int:
-        """Count the tokens that attend to none, as ``spend_images`` counts them, which fit for ``sequence``."""
+        """Count the work of images, as ``spend_images`` counts it, which fits for ``sequence``."""
         left = self._seconds - self._spent - (0.0 if sequence is self._oldest else self._reserved)
-        base = self._cost.base
-        return int(min(max(left, 0.0) / base, _MANY)) if base > 0.0 else _MANY
+        unit = self._image_unit
+        return int(min(max(left, 0.0) / unit, _MANY)) if unit > 0.0 else _MANY
 
     def _cost_of(self, sequence: Sequence, num_tokens: int) -> float:
         return num_tokens * self._cost.at(sequence.num_launched + num_tokens / 2)

@@ -44,6 +44,8 @@ class LiveSequences:
         """Put further choices of a live request at the head of the queue, in their order."""
         for sequence in choices:
             self._sequences[sequence.rid][sequence.seq] = sequence
+            if sequence.table.blocks:
+                self.preemptible[sequence.seq] = sequence
         for sequence in reversed(choices):
             self.wait(sequence, first=True)
 

@@ -116,7 +116,7 @@ class Scheduler:
             first_chunk=max(1, int(config.full_step * CROWDING_FRACTION)),
             idle_step=config.idle_step,
         )
-        self._ttft_target = TtftTarget(self.meter, self._itl_target, config.ttft_target)
+        self._ttft_target = TtftTarget(self.meter, self._itl_target, self.images, config.ttft_target)
         self._results = StepResults(
             in_flight=self._in_flight,
             live=self._live,
@@ -275,6 +275,7 @@ class Scheduler:
             decoding=len(running) - prompts,
             for_peers=self._live.for_peers,
             itl_target=self._itl_target.seconds,
+            itl_limit=self._itl_target.limit,
             ttft_target=self._ttft_target.seconds,
             host_blocks=self.connector.tiers.host_blocks,
             disk_blocks=self.connector.tiers.disk_blocks,

@@ -71,9 +71,8 @@ class StepBuilder:
 
     @property
     def work(self) -> StepWork:
-        prompt_work = self._prompt_tokens + self._image_work
-        context = self._attended / max(1, prompt_work)
-        return StepWork(len(self._decodes), prompt_work, context, self._num_drafts)
+        context = self._attended / max(1, self._prompt_tokens)
+        return StepWork(len(self._decodes), self._prompt_tokens, context, self._num_drafts, self._image_work)
 
     def room(self, sequence: Sequence) -> int:
         """Count the tokens of a prompt that fit."""

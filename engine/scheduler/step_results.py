@@ -101,14 +101,15 @@ class StepResults:
         if output.drafts:
             self._drafting.keep(step, output)
         drafts = plan.num_drafts if output.decode_counts else 0
-        prompt_work = prompt_tokens + self._images.work(plan)
-        work = StepWork(decodes, prompt_work, context / max(prompt_work, 1), drafts)
-        self._measure(work, prompt_tokens, seconds, ahead=plan.drafts_ahead > 0)
+        work = StepWork(decodes, prompt_tokens, context / max(prompt_tokens, 1), drafts, self._images.work(plan))
+        self._measure(work, seconds, ahead=plan.drafts_ahead > 0)
 
-    def _measure(self, work: StepWork, prompt_tokens: int, seconds: float, ahead: bool) -> None:
+    def _measure(self, work: StepWork, seconds: float, ahead: bool) -> None:
         totals = self._totals
-        decodes, prompt_work, context, drafts = work
-        totals.prompt_seconds += self._meter.add_step(decodes, prompt_work, seconds, context, drafts, ahead=ahead)
+        decodes, prompt_tokens, context, drafts, images = work
+        totals.prompt_seconds += self._meter.add_step(
+            decodes, prompt_tokens, seconds, context, drafts, images, ahead=ahead
+        )
         if decodes and prompt_tokens:
             totals.mixed_steps += 1
             totals.mixed_step_seconds += seconds
@@ -146,6 +147,9 @@ class StepResults:
             self._live.finish(sequence)
 
     def branch(self, sequence: Sequence) -> None:
-        """Put the choices that wait for the prompt's KV at the head of the queue, once its full blocks have it."""
-        if sequence.request.branches and sequence.num_computed >= sequence.shared_len:
-            self._live.queue_choices(self._choices.branch(sequence))
+        """Put the choices that wait for the prompt's KV at the head of the queue, once the blocks they need have it."""
+        if sequence.request.branches and sequence.num_computed >= sequence.branches_at:
+            choices = self._choices.branch(sequence)
+            for choice in choices:
+                self._kv.branch(sequence, choice)
+            self._live.queue_choices(choices)

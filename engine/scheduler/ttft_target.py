@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from engine.images.image_steps import ImageSteps
 from engine.scheduler.itl_target import ItlTarget
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter
@@ -42,9 +43,10 @@ NO_ORDER = PromptOrder()
 
 
 class TtftTarget:
-    def __init__(self, meter: StepCostMeter, itl_target: ItlTarget, seconds: float) -> None:
+    def __init__(self, meter: StepCostMeter, itl_target: ItlTarget, images: ImageSteps, seconds: float) -> None:
         """``seconds`` from the arrival of a request to its first token; 0: no objective, prompts keep their order."""
         self._meter = meter
+        self._images = images
         self._itl_target = itl_target
         self.seconds = seconds
         self._turn = 0  # steps with late prompts
@@ -68,13 +70,14 @@ class TtftTarget:
         urgent = [sequence for sequence in chain(running, queued) if not sequence.is_new]
         new.sort(key=_arrived)
         objective = self.seconds - now
-        dues = [Due(_seconds(s, chunk.token), s.request.arrived + objective) for s in new]
+        dues = [Due(self._seconds(s, chunk.token), s.request.arrived + objective) for s in new]
         step = self._itl_target.step(decoding)
         chosen = pace(
             dues,
-            ahead=sum(_seconds(sequence, chunk.token) for sequence in urgent),
+            ahead=sum(self._seconds(sequence, chunk.token) for sequence in urgent),
             decode=max(0.0, step.decode - chunk.hidden) if step else 0.0,
             target=step.seconds if step else 0.0,
+            limit=step.limit if step else 0.0,
         )
         prompts = [new[index] for index in self._in_turn(chosen)]
         not_waiting = set(running)
@@ -93,13 +96,15 @@ class TtftTarget:
             return chosen.first + chosen.late
         return chosen.late[:1] + chosen.first + chosen.late[1:]
 
+    def _seconds(self, sequence: Sequence, token: LinearCost) -> float:
+        """Return what the rest of a prompt takes alone, with its images."""
+        done = max(sequence.num_launched, sequence.table.cached_at_lookup)
+        count = max(0, sequence.end_here - done)
+        seconds = count * token.at(done + count / 2)
+        if not sequence.request.images:
+            return seconds
+        return seconds + (self._images.missing_work(sequence, done) - count) * self._meter.image_unit
+
 
 def _arrived(sequence: Sequence) -> float:
     return sequence.request.arrived
-
-
-def _seconds(sequence: Sequence, token: LinearCost) -> float:
-    """Return what the rest of a prompt takes alone."""
-    done = max(sequence.num_launched, sequence.table.cached_at_lookup)
-    count = max(0, sequence.end_here - done)
-    return count * token.at(done + count / 2)

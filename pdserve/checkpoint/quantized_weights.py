@@ -12,8 +12,10 @@ so modules that config.json leaves out (``modules_to_not_convert``, ``ignore``) 
 | GPTQ    | X.qweight [in * bits / 32, out]                  | X.scales [groups, out]; X.qzeros; X.g_idx      |
 | AWQ     | X.qweight [in, out * bits / 32], columns shuffled | X.scales [groups, out]; X.qzeros               |
 | MXFP4   | X_blocks [experts, out, in / 32, 16]             | X_scales [experts, out, in / 32], exponents    |
+| FP4     | X [out, in / 2], two E2M1 values a byte          | X_scale; X_scale_2, a factor of the tensor     |
+| FP4_PACKED | X_packed [out, in / 2]                        | X_scale; X_global_scale, a divisor             |
 
-Sources: transformers (integrations/finegrained_fp8.py, mxfp4.py), compressed-tensors, AutoAWQ, GPTQModel.
+Sources: transformers (integrations/finegrained_fp8.py, mxfp4.py), compressed-tensors, AutoAWQ, GPTQModel, ModelOpt.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ PACKED = "packed"
 GPTQ = "gptq"
 AWQ = "awq"
 MXFP4 = "mxfp4"
+FP4 = "fp4"  # NVFP4 of ModelOpt
+FP4_PACKED = "fp4 packed"  # NVFP4 and MXFP4 of compressed-tensors
 
 _WORD = 32  # bits of a packed int32
 _MX_BLOCK = 32  # values that share an exponent
-_FLOATS = ("F32", "BF16", "F16")
 
 
 class StorageRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +54,8 @@ class StorageRule(msgspec.Struct, frozen=True, kw_only=True):
     has_zero_points: bool = False  # zero points are required; stored ones are always used
     has_group_index: bool = False  # group index is required
     zero_point_offset: str = ""  # GPTQ version 1 stores zero points less 1: in each "field", or by each "word"
+    scale_dtypes: tuple[str, ...] = ("F32", "BF16", "F16", "F8_E8M0")
+    has_global_scale: bool = False  # a scale of the whole tensor beside those of its blocks
 
 
 class QuantizedWeight(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +70,20 @@ class QuantizedWeight(msgspec.Struct, frozen=True, kw_only=True):
     zero_points: str | None
     group_index: str | None  # tensor with the group of each column; None: consecutive groups
     stored_shape: str | None
+    global_scale: str | None = None
+    scale_dtype: str = ""  # dtype of the stored scales
+    stored_bytes: int = 0  # bytes of all parts
 
     @property
     def parts(self) -> tuple[str, ...]:
-        names = (self.values, self.scales, self.zero_points, self.group_index, self.stored_shape)
+        names = (
+            self.values,
+            self.scales,
+            self.zero_points,
+            self.group_index,
+            self.stored_shape,
+            self.global_scale,
+        )
         return tuple(name for name in names if name is not None)
 
 
@@ -102,6 +117,7 @@ class _Names(NamedTuple):
     zero_points: str = ""
     group_index: str = ""
     shape: str = ""
+    global_scale: str = ""
 
 
 _NAMES = {
@@ -110,14 +126,20 @@ _NAMES = {
     GPTQ: _Names(".qweight", ".weight", (".scales",), ".qzeros", ".g_idx"),
     AWQ: _Names(".qweight", ".weight", (".scales",), ".qzeros"),
     MXFP4: _Names("_blocks", "", ("_scales",)),
+    FP4: _Names("", "", ("_scale",), global_scale="_scale_2"),
+    FP4_PACKED: _Names("_packed", "", ("_scale",), global_scale="_global_scale"),
 }
 #: Scales of activations, which are not quantized here, and of KV caches, which kv_scales.py reads.
 _UNUSED = tuple(
     f"{kind}{what}"
     for kind in (".input", ".output", ".activation", "_activation", ".k", ".v", ".q", ".kv")
-    for what in ("_scale", "_zero_point", "_scale_ub")
+    for what in ("_scale", "_zero_point", "_scale_ub", "_global_scale")
 )
-_PARTS = (".weight_scale", ".weight_scale_inv", ".weight_packed", ".weight_g_idx", ".qweight", ".qzeros", ".scales")
+_PARTS = (
+    *(f".weight_{part}" for part in ("scale", "scale_inv", "scale_2", "global_scale", "packed", "g_idx")),
+    *(".qweight", ".qzeros", ".scales"),
+)
+_NO_VALUES = ("_zero_point", "_scale", "_scale_inv", "_scale_2", "_global_scale")
 
 
 def find_weights(
@@ -166,7 +188,7 @@ def _find(tensors: Mapping[str, Tensor], rules: Sequence[StorageRule]) -> dict[s
 
 def _holds_values(name: str, tensor: Tensor, rule: StorageRule) -> bool:
     suffix = _NAMES[rule.packing].values
-    return name.endswith(suffix) and tensor.dtype == rule.dtype and not name.endswith("_zero_point")
+    return name.endswith(suffix) and tensor.dtype == rule.dtype and not name.endswith(_NO_VALUES)
 
 
 def _weight(tensors: Mapping[str, Tensor], name: str, stem: str, rule: StorageRule) -> QuantizedWeight:
@@ -176,8 +198,9 @@ def _weight(tensors: Mapping[str, Tensor], name: str, stem: str, rule: StorageRu
     block = rule.block[0] or max(rows, 1), rule.block[1] or max(columns, 1)
     grid = -(-rows // block[0]), -(-columns // block[1])
     scales = next((stem + suffix for suffix in names.scales if stem + suffix in tensors), stem + names.scales[0])
-    dtypes = ("U8",) if rule.packing == MXFP4 else (*_FLOATS, "F8_E8M0")
-    _check(tensors, name, scales, dtypes, _scale_shapes(shape, grid, rule))
+    if rule.packing in (FP4, FP4_PACKED) and columns % block[1]:
+        raise _Mismatch(f"tensor {shown(name)} has {columns} inputs, which are no whole groups of {block[1]}")
+    _check(tensors, name, scales, rule.scale_dtypes, _scale_shapes(shape, grid, rule))
     zeros = _optional(tensors, name, stem, names.zero_points, rule.has_zero_points)
     if zeros is not None:
         _check(tensors, name, zeros, *_zero_points(tensors[zeros], shape, grid, rule))
@@ -185,7 +208,11 @@ def _weight(tensors: Mapping[str, Tensor], name: str, stem: str, rule: StorageRu
     if group_index is not None:
         _check(tensors, name, group_index, ("I32", "I64"), [(columns,)])
     stored_shape = _optional(tensors, name, stem, names.shape, needed=False)
-    return QuantizedWeight(
+    global_scale = None
+    if rule.has_global_scale:
+        global_scale = stem + names.global_scale
+        _check(tensors, name, global_scale, ("F32",), [(), (1,)])
+    weight = QuantizedWeight(
         shape=shape,
         rule=rule,
         block=block,
@@ -195,6 +222,11 @@ def _weight(tensors: Mapping[str, Tensor], name: str, stem: str, rule: StorageRu
         zero_points=zeros,
         group_index=group_index,
         stored_shape=stored_shape,
+        global_scale=global_scale,
+        scale_dtype=tensors[scales].dtype,
+    )
+    return msgspec.structs.replace(
+        weight, stored_bytes=sum(tensors[part].end - tensors[part].begin for part in weight.parts)
     )
 
 
@@ -212,6 +244,8 @@ def _shape(name: str, stored: tuple[int, ...], rule: StorageRule) -> tuple[int, 
         return stored[1] * per_word, stored[0]
     if rule.packing == PACKED and len(stored) == 2:
         return stored[0], stored[1] * per_word
+    if rule.packing in (FP4, FP4_PACKED) and len(stored) == 2:
+        return stored[0], stored[1] * 2
     raise _Mismatch(f"tensor {shown(name)} has shape {shown(stored)}, which {rule.packing} weights never have")
 
 
@@ -220,7 +254,7 @@ def _scale_shapes(shape: tuple[int, ...], grid: tuple[int, int], rule: StorageRu
     if rule.packing in (GPTQ, AWQ):
         return [(grid[1], grid[0])]
     shapes = [(*shape[:-2], *grid)]
-    if grid[1] == 1 and rule.packing != MXFP4:
+    if grid[1] == 1 and rule.packing not in (MXFP4, FP4, FP4_PACKED):
         shapes.append((*shape[:-2], grid[0]))
     if grid == (1, 1):
         shapes.append(shape[:-2])

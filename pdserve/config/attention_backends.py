@@ -30,6 +30,7 @@ COMMON_PAGES = reduce(set.intersection, (set(sizes) for sizes in ATTENTION_BACKE
 _FLASHINFER_DTYPES = {"bfloat16": "bf16", "float16": "f16"}  # with FlashInfer's names
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _FLASHINFER_EXPANDED = ((192, 128), (256, 256), (128, 128), (64, 64))  # keys and values expanded from latents
+_FA3_HEAD_DIM = 128
 _FA3_CAPABILITY = 9  # major compute capability of GPUs with FlashInfer's FA3 kernels; others have FA2
 _TRITON_MIN_HEAD_DIM = 16
 
@@ -207,6 +208,16 @@ def flashinfer_specs(specs: Collection[AttentionSpec], kv_is_fp8: bool) -> set[A
     Layers with a window never gather keys, so with an FP8 cache FlashInfer has no kernel for them.
     """
     return {spec for spec in specs if not (spec.has_sinks or (kv_is_fp8 and spec.window))}
+
+
+def patch_kernel(head_dim: int, dtype: str, capability: tuple[int, int]) -> FlashInferKernel | None:
+    """Return the kernel that attends to a vision tower's patches beside FlashInfer; None: PyTorch's is as fast.
+
+    FA3 takes heads of 128 values, to which smaller ones are padded.
+    """
+    if capability[0] != _FA3_CAPABILITY or dtype not in _FLASHINFER_DTYPES or head_dim > _FA3_HEAD_DIM:
+        return None
+    return FlashInferKernel(dtype, _FA3_HEAD_DIM, _FA3_HEAD_DIM, windowed=False)
 
 
 def flashinfer_kernels(model: ModelConfig, dtype: str, kv_is_fp8: bool) -> tuple[FlashInferKernel, ...]:

@@ -144,6 +144,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.state_layout is not None or several else layout.block_size
 
     @property
+    def copies_blocks(self) -> bool:
+        """Whether the choices of a prompt may begin with copies of its last block (engine/kv_cache/block_copies.py)."""
+        return not self.kv_layout.groups.has_windows
+
+    @property
     def rank_kv_scales(self) -> tuple[KVScales, ...]:
         """The scales of this rank's layers; empty unless the cache is FP8. Checkpoints have none of draft layers."""
         scales = self.kv_scales and self.kv_scales + (UNSCALED,) * self.model.num_draft_layers

@@ -86,7 +86,8 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Annotated[
         str,
         Flag(
-            "auto (as the checkpoint says), or fp8: quantize unquantized weights when they are loaded, on runner V2",
+            "auto (as the checkpoint says), or fp8, nvfp4 or int4: quantize unquantized weights when they are loaded, "
+            "on runner V2",
             metavar="FORMAT",
             group="model",
         ),

@@ -263,7 +263,13 @@ def weight_bytes(model: ModelConfig, position: RankPosition, dtype: str) -> int:
     if model.num_weights:
         return _library_parameters(model, position) * DTYPE_BYTES[dtype]
     linear, experts, tables = _parameters(model, position)
-    return model.linear_format.num_bytes(linear, experts, dtype) + tables * DTYPE_BYTES[dtype]
+    rest = tables * DTYPE_BYTES[dtype]
+    if model.head_form is not None and position.is_last:
+        head = len(vocabulary_of(model, position)) * model.hidden_size
+        rest -= int(head * (DTYPE_BYTES[dtype] - model.head_form.bytes_per_weight))
+    if model.linear_bytes or model.expert_bytes:
+        return int(linear * model.linear_bytes + experts * model.expert_bytes) + rest
+    return model.linear_format.num_bytes(linear, experts, dtype) + rest
 
 
 def _library_parameters(model: ModelConfig, position: RankPosition) -> int:

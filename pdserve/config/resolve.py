@@ -15,12 +15,13 @@ import msgspec
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.weight_files import read_headers
-from pdserve.config.attention_backends import Platform, flashinfer_kernels
+from pdserve.config.attention_backends import Platform, flashinfer_kernels, patch_kernel
 from pdserve.config.kernels.flashinfer_hosts import compiler_problem, missing_kernels, with_compiled_kernels
 from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import AUTO, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options, model_name
 from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.resolution.at_load import check_quantized_at_load, quantized_at_load
 from pdserve.config.resolution.compat_fields import compat_fields_of
 from pdserve.config.resolution.drafts import check_drafts, choose_draft_source, with_draft_head
 from pdserve.config.resolution.host_kv import check_disk_kv, check_host_kv
@@ -51,11 +52,11 @@ from pdserve.config.resolution.limits import (
     choose_max_num_seqs,
 )
 from pdserve.config.resolution.quantized_layers import (
-    check_quantized_at_load,
+    KeptLayers,
+    keep_layers,
     keep_quantized,
     kept_doubt,
     kept_problem,
-    quantized_at_load,
 )
 from pdserve.config.resolution.resolved import Reasons, Resolved
 from pdserve.config.runner_oracle import VARIABLE
@@ -65,7 +66,8 @@ from pdserve.host.cpus import usable_cpus
 from pdserve.kv.layout import FP8_E4M3
 from pdserve.model.model_config import NATIVE, TRANSFORMERS, ModelConfig, load_model_config
 from pdserve.model.pooling import EMBED, SCORE, PoolingConfig, read_pooling
-from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, storage_rules
+from pdserve.model.quantization.at_load import AT_LOAD_NOTES, is_at_load
+from pdserve.model.quantization.weight_formats import storage_rules
 from pdserve.model.text_part import text_headers
 
 _IMPL_REASONS = {NATIVE: "its architecture has native layers", TRANSFORMERS: "its architecture has no native layers"}
@@ -101,15 +103,16 @@ def resolve(
     backend = reasons.take("attention_backend", choose_attention_backend(options, platform, dtype, model, v1_forced))
     parallel = choose_parallel_config(model, options.pp, options.tp, options.stage_layers, options.ep)
     images = reasons.take("images", choose_images(options, model_dir, model, pooling, parallel, dtype, encodes))
-    weights = _find_weights(model, model_dir) if options.reads_weights else None
+    weights = stored_weights(model, model_dir) if options.reads_weights else None
+    kept = keep_layers(model, parallel, weights)
     quantization = QuantizationLimits(
-        problem=kept_problem(model, parallel, *((weights.plain, weights.quantized) if weights else ())),
-        doubt=kept_doubt(model, dtype, device.name, device.capability),
+        problem=kept_problem(model, parallel, kept, weights.plain if weights else ()),
+        doubt=kept_doubt(model, kept, dtype, device),
     )
     decision = choose_runner(options, platform, model, backend, pooling, quantization, environ.get(VARIABLE))
     check_quantized_at_load(model, decision)
     compat_model = msgspec.structs.replace(model, unread_fields=())
-    model = keep_quantized(model, decision)
+    model = keep_quantized(model, decision, kept, dtype)
 
     speculate = reasons.take("speculate", choose_draft_source(options, model, model_dir, parallel, pooling))
     if speculate == MTP:
@@ -135,7 +138,7 @@ def resolve(
     measured = measures_kv_memory(options, device)
 
     max_batch_tokens = reasons.take("max_batch_tokens", choose_batch_tokens(options, device, parallel, max_num_seqs))
-    _note_weights(model, weights, dtype, reasons)
+    _note_weights(model, weights, kept, dtype, reasons)
     served_model_name = reasons.take("served_model_name", _choose_name(options))
     max_model_len = reasons.take(
         "max_model_len", choose_max_model_len(options, model, kv, max_batch_tokens, estimated=measured)
@@ -196,6 +199,10 @@ def _with_compiled_kernels(config: NodeConfig, environ: Mapping[str, str]) -> No
         return config
     assert config.device.capability is not None
     kernels = flashinfer_kernels(config.model, config.dtype, config.kv_layout.dtype == FP8_E4M3)
+    vision = config.model.vision
+    if config.has_tower and vision is not None:
+        of_patches = patch_kernel(vision.head_dim, config.dtype, config.device.capability)
+        kernels = tuple(dict.fromkeys((*kernels, *([of_patches] if of_patches else []))))
     missing = missing_kernels(kernels, config.device.capability, environ)
     return with_compiled_kernels(config, missing, compiler_problem(environ) if missing else "")
 
@@ -210,7 +217,7 @@ def _note_model(options: NodeOptions, model: ModelConfig, reasons: Reasons) -> N
         reasons.note(f"config.json: {fields} without effect, as in transformers")
 
 
-def _find_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | None:
+def stored_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | None:
     """Read the headers of the weights, so that broken files are found before anything starts."""
     headers = read_headers(model_dir)
     headers = text_headers(headers) if model.multimodal else headers
@@ -218,11 +225,16 @@ def _find_weights(model: ModelConfig, model_dir: Path) -> CheckpointWeights | No
     return None if rules is None else find_weights(model_dir, headers, rules)
 
 
-def _note_weights(model: ModelConfig, weights: CheckpointWeights | None, dtype: str, reasons: Reasons) -> None:
-    if model.weight_format == FP8_AT_LOAD:
-        reasons.note("weights=FP8: linear layers and experts are quantized when loaded, with a scale per output")
+def _note_weights(
+    model: ModelConfig, weights: CheckpointWeights | None, kept: KeptLayers, dtype: str, reasons: Reasons
+) -> None:
+    if is_at_load(model.weight_format):
+        reasons.note(f"weights={AT_LOAD_NOTES[model.weight_format]}")
     if weights is not None and weights.quantized:
         reasons.note(f"weights={weights.memory_cost(model.weight_format, dtype, model.keeps_quantized)}")
+    if model.keeps_quantized:
+        for note in kept.notes(dtype, model.weight_format):
+            reasons.note(note)
 
 
 def _choose_name(options: NodeOptions) -> Resolved[str]:

@@ -11,13 +11,14 @@ import msgspec
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolution.quantized_layers import quantized_at_load
+from pdserve.config.resolution.at_load import quantized_at_load
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.layout import UNSCALED
 from pdserve.model.image_processor import read_image_processor
 from pdserve.model.model_config import MAY_DIFFER, load_model_config
 from pdserve.model.pooling import EMBED
-from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, UNQUANTIZED
+from pdserve.model.quantization.at_load import is_at_load
+from pdserve.model.quantization.weight_formats import UNQUANTIZED
 
 
 def check_kv_scales(config: NodeConfig, model_dir: Path) -> None:
@@ -34,8 +35,8 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     embeds = config.pooling is not None and config.pooling.task == EMBED
     mine = config.model
     other = load_model_config(model_dir, mine.impl, embeds=embeds)
-    if mine.weight_format == FP8_AT_LOAD and other.weight_format == UNQUANTIZED:
-        other = quantized_at_load(other, "fp8")
+    if is_at_load(mine.weight_format) and other.weight_format == UNQUANTIZED:
+        other = quantized_at_load(other, config.options.quantization)
     other = other.with_draft_layers(mine.num_draft_layers, mine.draft_head)
     for name, ours, theirs in _differences(mine, other):
         raise CheckpointError(

@@ -101,7 +101,11 @@ VALUES: Mapping[str, Mapping[str, str | None]] = {
     "--dtype": {"half": "float16", "float": "float32"},
     "--attention-backend": {"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton", "TORCH_SDPA": "torch"},
     "--generation-config": {"vllm": "none"},
-    "--quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},  # vLLM's names of kernels
+    "--quantization": {
+        "awq_marlin": "awq",
+        "gptq_marlin": "gptq",
+        "modelopt_fp4": "modelopt",
+    },  # vLLM's names of kernels
     "--load-format": {"safetensors": "auto"},
     "--max-model-len": {"auto": None, "-1": None},
 }

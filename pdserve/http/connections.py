@@ -27,7 +27,7 @@ HEADER_SECONDS = 20.0  # seconds from connection or first byte to the end of a r
 BODY_SECONDS = 65.0  # seconds from there to the end of the body; endpoints respond with 504 a little earlier
 UNREAD_SECONDS = 60.0  # seconds in which the client reads nothing of its response
 IDLE_SECONDS = 700  # seconds between requests: above proxies' 650 s, so that none sends while this side closes
-LAST_SECONDS = 80.0  # seconds from the end of a response until the client has read it
+LAST_GRACE_SECONDS = 20.0  # beyond the time without reading, from the end of a response until the client has read it
 _IDLE_GRACE = 5.0  # seconds until a connection is aborted that was closed as idle
 # An interim response: a client that only shut its sending side skips it, a closed one refuses it.
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -272,6 +272,7 @@ class BoundedConnection(UnreadWatch, HttpToolsProtocol):
         self.parser = RequestParser(self)  # type: ignore[assignment]
         self._limit = limit
         self._stall_timeout = stall_timeout
+        self._last_seconds = stall_timeout + LAST_GRACE_SECONDS
         self._on_stall = on_stall
 
     def accepted(self, shaking: socket.socket) -> None:
@@ -389,11 +390,11 @@ class BoundedConnection(UnreadWatch, HttpToolsProtocol):
             if self._half_closed:
                 self.transport.close()
             if self._arrival_timer is None:
-                self._set_deadline(LAST_SECONDS, self._on_unread)
+                self._set_deadline(self._last_seconds, self._on_unread)
 
     def _on_unread(self) -> None:
         """Abort the connection if its last response is not read; else it is idle, which uvicorn ends."""
-        idle = self.timeout_keep_alive + _IDLE_GRACE - LAST_SECONDS
+        idle = self.timeout_keep_alive + _IDLE_GRACE - self._last_seconds
         if self.transport.get_write_buffer_size() or idle <= 0:
             self.abort()
         else:

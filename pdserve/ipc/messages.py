@@ -540,6 +540,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     decoding: int = 0  # ``running`` sequences that decode; the others compute prompts
     for_peers: int = 0  # prompts in ``waiting`` and ``running`` that other nodes decode
     itl_target: float = 0.0  # seconds between tokens that steps with prompts keep (engine/scheduler/itl_target.py)
+    itl_limit: float = 0.0  # seconds up to which steps with much work of prompts may exceed ``itl_target``
     ttft_target: float = 0.0  # seconds until first tokens for which steps may take longer; 0: none
     state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # slots of recurrent state: free, held, leased, quarantined
     host_blocks: tuple[int, int] = (0, 0)  # blocks in host memory: free, and with cached KV

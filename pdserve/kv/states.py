@@ -29,6 +29,7 @@ def handoff_position(num_tokens: int, num_choices: int, block_size: int) -> int:
 
     One choice continues at their end. Several choices share full blocks only: each begins with the state at the last
     block boundary, which thus is a snapshot for all of them. Before the first boundary there is none to share.
+    If an image is behind the boundary, callers pass one choice: all of them begin with copies of the state at the end.
     """
     boundary = num_tokens // block_size * block_size
     return boundary if num_choices > 1 and boundary else num_tokens

@@ -30,7 +30,8 @@ from pdserve.model.from_transformers.any_decoder import (
 from pdserve.model.gemma4 import Gemma4Config
 from pdserve.model.latent import LatentConfig, read_latent
 from pdserve.model.moe import MoEConfig
-from pdserve.model.quantization.kept_weights import kept_format
+from pdserve.model.quantization.kept_weights import HEAD, layer_part
+from pdserve.model.quantization.layer_form import LayerForm
 from pdserve.model.quantization.quantization_config import read_weight_format
 from pdserve.model.quantization.weight_formats import (
     SUPPORTED_DTYPES,
@@ -41,7 +42,7 @@ from pdserve.model.quantization.weight_formats import (
 )
 from pdserve.model.recurrent import read_gated_delta
 from pdserve.model.rope import RopeConfig, read_rope
-from pdserve.model.text_part import take_text_part, text_headers
+from pdserve.model.text_part import causal_name, take_text_part, text_headers
 from pdserve.model.unread_fields import check_unread, unread_names
 from pdserve.model.unserved_kinds import check_kind
 from pdserve.model.vision import AnyVision, read_vision
@@ -81,7 +82,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     weight_format: str = UNQUANTIZED  # format of linear layers in the checkpoint, a key of WEIGHT_FORMATS
     quantization: dict[str, Any] = {}  # config.json's quantization_config
-    keeps_quantized: bool = False  # weights stay quantized in memory; else they are dequantized when loaded
+    layer_forms: dict[str, LayerForm] = {}  # layers that stay quantized in memory, such as "3.q_proj"; see kept_weights
+    linear_bytes: float = 0.0  # bytes per weight of linear layers then, and of experts; 0: as the weight format says
+    expert_bytes: float = 0.0
     eos_token_ids: tuple[int, ...] = ()  # from the configs and the tokenizer
     impl: str = NATIVE  # or TRANSFORMERS
     num_weights: int = 0  # parameters in the checkpoint's files, once dequantized; 0: not counted
@@ -99,10 +102,32 @@ class ModelConfig(msgspec.Struct, frozen=True):
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
     @property
+    def keeps_quantized(self) -> bool:
+        """Whether some weights stay quantized in memory; else all are dequantized when they are loaded."""
+        return bool(self.layer_forms)
+
+    @property
     def linear_format(self) -> WeightFormat:
-        """Return the format of linear layers in memory."""
-        kept = kept_format(self.weight_format, self.quantization) if self.keeps_quantized else None
-        return kept or WEIGHT_FORMATS[self.weight_format]
+        """Return the format in memory of linear layers without a form."""
+        return WEIGHT_FORMATS[self.weight_format]
+
+    def layer_part(self, name: str) -> tuple[int, str] | None:
+        """Return the layer and the projection of a weight in a linear layer, or "experts"; None for other weights.
+
+        ``name`` is the checkpoint's, or that of a causal model.
+        """
+        causal = causal_name(name) if self.multimodal else None
+        return layer_part(causal or name, self.num_layers, self.predictor)
+
+    @property
+    def head_form(self) -> LayerForm | None:
+        """Return the form in memory of an output projection; None: in the model's dtype."""
+        return self.form_of(f"{HEAD}.weight")
+
+    def form_of(self, name: str) -> LayerForm | None:
+        """Return the form in memory of a checkpoint's weight; None: as ``linear_format`` says."""
+        part = self.layer_part(name) if self.layer_forms else None
+        return None if part is None else self.layer_forms.get("{}.{}".format(*part))
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -192,7 +217,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 #: Fields that are the node's choice, not the checkpoint's, or that change nothing.
-MAY_DIFFER = frozenset({"keeps_quantized", "unread_fields"})
+MAY_DIFFER = frozenset({"layer_forms", "linear_bytes", "expert_bytes", "unread_fields"})
 
 _CLASS_NAME = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _NEXTN = (  # the first name in a config counts

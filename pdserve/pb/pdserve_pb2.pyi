@@ -378,6 +378,7 @@ class NodeLoad(_message.Message):
     FOR_PEERS_FIELD_NUMBER: _builtins.int
     PROMPT_SHARE_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
+    ITL_LIMIT_MS_FIELD_NUMBER: _builtins.int
     ITL_TARGET_MS_FIELD_NUMBER: _builtins.int
     free_blocks: _builtins.int
     total_blocks: _builtins.int
@@ -395,6 +396,8 @@ class NodeLoad(_message.Message):
     """share of the last seconds that steps spent on prompts, 0 … 1"""
     ttft_target_ms: _builtins.float
     """time to first tokens for which steps may exceed itl_target_ms; 0: none (pdserve/step_pacing.py)"""
+    itl_limit_ms: _builtins.float
+    """longest gap that much work of prompts may cause while none is late; at least itl_target_ms, or 0"""
     itl_target_ms: _builtins.float
     """longest gap between tokens that prompts beside decodes may cause; 0: any (engine/scheduler/itl_target.py)"""
     @_builtins.property
@@ -412,11 +415,12 @@ class NodeLoad(_message.Message):
         for_peers: _builtins.int = ...,
         prompt_share: _builtins.float = ...,
         ttft_target_ms: _builtins.float = ...,
+        itl_limit_ms: _builtins.float = ...,
         itl_target_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["throughput", b"throughput"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "decoding", b"decoding", "for_peers", b"for_peers", "free_blocks", b"free_blocks", "itl_target_ms", b"itl_target_ms", "prompt_share", b"prompt_share", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "ttft_target_ms", b"ttft_target_ms", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "decoding", b"decoding", "for_peers", b"for_peers", "free_blocks", b"free_blocks", "itl_limit_ms", b"itl_limit_ms", "itl_target_ms", b"itl_target_ms", "prompt_share", b"prompt_share", "running", b"running", "throughput", b"throughput", "total_blocks", b"total_blocks", "ttft_target_ms", b"ttft_target_ms", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

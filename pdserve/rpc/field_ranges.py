@@ -86,7 +86,7 @@ RANGES: Mapping[str, Fields] = {
         **_each(_REQUESTS, "waiting running decoding for_peers"),
         "backlog": Range(0, 2**48),
         "prompt_share": Range(0, 1),
-        **_each(Range(0, 1e3 * MOST_SECONDS), "itl_target_ms ttft_target_ms"),
+        **_each(Range(0, 1e3 * MOST_SECONDS), "itl_target_ms itl_limit_ms ttft_target_ms"),
     },
     "LinearCost": _each(_SECONDS, "base slope"),
     "CacheChange": {"digest": ANY},

@@ -218,6 +218,7 @@ class NodeClient:
             for_peers=load.for_peers + sum(for_peer for _, _, _, for_peer in unreported),
             prompt_share=load.prompt_share,
             itl_target=load.itl_target_ms / 1e3,
+            itl_limit=load.itl_limit_ms / 1e3,
             ttft_target=load.ttft_target_ms / 1e3,
         )
 

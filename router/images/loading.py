@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import TypeVar
 
 import msgspec
@@ -228,7 +229,21 @@ class ImageLoader:
             return await read(source.data)
         assert self._fetchers is not None, "URLs are refused before, where none are fetched"
         async with self._fetchers.turn(fetches):
-            return await read(await self._fetchers.fetch(source.url, fetches))
+            return await read(await self._fetched(self._fetchers, source.url, fetches))
+
+    async def _fetched(self, fetchers: Fetchers, url: str, fetches: RequestFetches) -> memoryview:
+        """Fetch an image, and measure the time."""
+        begun = monotonic()
+        outcome = "failed"
+        try:
+            file = await fetchers.fetch(url, fetches)
+            outcome = "fetched"
+        except RequestError:
+            outcome = "refused"
+            raise
+        finally:
+            self._metrics.image_fetch_seconds.of(outcome).observe(monotonic() - begun)
+        return file
 
     def _keep(self, decoded: DecodedImage, accepted: ImageInput, loaded: Sequence[LoadedImage]) -> LoadedImage:
         """Raises Overloaded or RequestError without memory."""

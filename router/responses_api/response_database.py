@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from pdserve.errors import ConfigError
-from router.responses_api.stored_items import PLACE_BYTES, Place, StoredItems, start_of
+from router.responses_api.input_items import Item
+from router.responses_api.stored_items import PLACE_BYTES, Place, StoredItems, decode_items, image_digests, start_of
 
 StoreError = sqlite3.Error
 
-_VERSION = 3  # schema version
+_VERSION = 4  # schema version
 _MAX_ENTRIES = 100_000
 _ENTRY_SHARE = 4  # divisor: an entry may have 1/4 of all bytes
 _IN_PROGRESS = "in_progress"
@@ -35,6 +36,11 @@ CREATE TABLE items (
   owner TEXT NOT NULL, id TEXT NOT NULL, response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE,
   PRIMARY KEY (owner, id)) WITHOUT ROWID;
 CREATE INDEX by_response ON items (response);
+CREATE TABLE images (owner TEXT NOT NULL, digest TEXT NOT NULL, url BLOB NOT NULL, UNIQUE (owner, digest));
+CREATE TABLE image_uses (
+  response INTEGER NOT NULL REFERENCES responses ON DELETE CASCADE, owner TEXT NOT NULL, digest TEXT NOT NULL,
+  PRIMARY KEY (response, digest)) WITHOUT ROWID;
+CREATE INDEX by_image ON image_uses (owner, digest);
 """
 
 
@@ -65,6 +71,7 @@ class Entry(msgspec.Struct, frozen=True):
 class ItemIndex(msgspec.Struct, frozen=True):
     """The items of a response: its input and its output."""
 
+    owner: str
     number: int  # row number
     status: str
     num_inputs: int
@@ -89,8 +96,8 @@ class ResponseDatabase:
 
     def put(self, entry: Entry) -> None:
         """Add an entry, or replace it. Raises StoreError."""
-        size = len(entry.response) + entry.items.num_bytes + PLACE_BYTES
-        self._check_size(size)
+        size = len(entry.response) + entry.items.json_bytes + PLACE_BYTES
+        self._check_size(size + entry.items.image_bytes)
         row = {
             "owner": entry.owner,
             "id": entry.id,
@@ -109,8 +116,10 @@ class ResponseDatabase:
             columns = ", ".join(row)
             values = ", ".join("?" * len(row))
             added = db.execute(f"INSERT INTO responses ({columns}) VALUES ({values})", tuple(row.values()))
-            self._add_items(entry.owner, entry.items.places, added.lastrowid or 0)
+            number = added.lastrowid or 0
+            self._add_items(entry.owner, entry.items.places, number)
             self._count(entry.owner, 1, size)
+            self._add_images(entry.owner, entry.items.images, number)
             self._evict()
 
     def finish(
@@ -125,9 +134,9 @@ class ResponseDatabase:
             return
         number, size, started, data, places = row
         before = StoredItems(data, _PLACES_DECODER.decode(places))
-        added = len(response) + len(events) + output.num_bytes
+        added = len(response) + len(events) + output.json_bytes
         try:
-            self._check_size(size + added)
+            self._check_size(size + added + before.image_bytes)
         except StoreError as exc:
             response = _failed(started, f"the response is not stored: {exc}")
             status = "failed"
@@ -158,15 +167,22 @@ class ResponseDatabase:
         if row is None:
             return None
         number, status, num_inputs, places = row
-        return ItemIndex(number, status, num_inputs, places=_PLACES_DECODER.decode(places))
+        return ItemIndex(owner, number, status, num_inputs, places=_PLACES_DECODER.decode(places))
 
-    def read_items(self, index: ItemIndex, first: int, end: int) -> bytes:
-        """Return the JSON of items ``first`` … ``end`` - 1 of a response, and read no others."""
+    def read_items(self, index: ItemIndex, first: int, end: int) -> Iterator[Item]:
+        """Yield items ``first`` … ``end`` - 1 of a response, and read no others."""
         start = start_of(index.places, first)
         stop = start_of(index.places, end)
         with self._connection.blobopen("responses", "items", index.number, readonly=True) as items:
             items.seek(start)
-            return bytes(items.read(stop - start))
+            data = bytes(items.read(stop - start))
+        places = index.places[first:end]
+        sql = "SELECT url FROM images WHERE owner = ? AND digest = ?"
+        images: dict[str, str] = {}
+        for digest in image_digests(data, places, start):
+            (url,) = self._connection.execute(sql, (index.owner, digest)).fetchone()
+            images[digest] = url.decode()
+        return decode_items(data, places, images, start)
 
     def response_of(self, owner: str, item_id: str) -> str | None:
         """Return the id of the response that holds an item."""
@@ -223,7 +239,8 @@ class ResponseDatabase:
         self.num_entries = self.num_bytes = 0
         self._bytes_of.clear()
         sql = "SELECT owner, COUNT(*), SUM(bytes) FROM responses GROUP BY owner"
-        for owner, entries, size in self._connection.execute(sql):
+        images = "SELECT owner, 0, SUM(LENGTH(url)) FROM images GROUP BY owner"
+        for owner, entries, size in self._connection.execute(f"{sql} UNION ALL {images}"):
             self._count(owner, entries, size)
 
     def _fail_interrupted(self) -> None:
@@ -247,11 +264,30 @@ class ResponseDatabase:
         rows = [(owner, place.id, number) for place in places]
         self._connection.executemany("INSERT OR IGNORE INTO items VALUES (?, ?, ?)", rows)
 
+    def _add_images(self, owner: str, images: Mapping[str, str], number: int) -> None:
+        """Add the images of an entry that its owner has not stored yet."""
+        for digest, url in images.items():
+            sql = "INSERT OR IGNORE INTO images (owner, digest, url) VALUES (?, ?, ?)"
+            data = url.encode()
+            if self._connection.execute(sql, (owner, digest, data)).rowcount:
+                self._count(owner, 0, len(data))
+            self._connection.execute("INSERT INTO image_uses VALUES (?, ?, ?)", (number, owner, digest))
+
     def _remove(self, owner: str, response_id: str) -> bool:
+        """Remove an entry, and the images that no other one has. Return whether there was one."""
+        db = self._connection
+        of_response = "SELECT number FROM responses WHERE owner = ? AND id = ?"
+        sql = f"SELECT digest FROM image_uses WHERE response IN ({of_response})"
+        digests = db.execute(sql, (owner, response_id)).fetchall()
         sql = "DELETE FROM responses WHERE owner = ? AND id = ? RETURNING bytes"
-        removed = self._connection.execute(sql, (owner, response_id)).fetchall()
+        removed = db.execute(sql, (owner, response_id)).fetchall()
         for (size,) in removed:
             self._count(owner, -1, -size)
+        uses = "SELECT 1 FROM image_uses u WHERE u.owner = images.owner AND u.digest = images.digest"
+        sql = f"DELETE FROM images WHERE owner = ? AND digest = ? AND NOT EXISTS ({uses}) RETURNING LENGTH(url)"
+        for (digest,) in digests:
+            for (size,) in db.execute(sql, (owner, digest)).fetchall():
+                self._count(owner, 0, -size)
         return bool(removed)
 
     def _evict(self) -> None:

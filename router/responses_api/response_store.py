@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
-
 from pdserve.errors import RequestError, shown
 from router.dialect.json_pieces import json_pieces
 from router.errors import ResponseNotStored, StoreFailed
@@ -22,7 +20,7 @@ from router.metrics import RouterMetrics
 from router.responses_api.input_items import Item
 from router.responses_api.output_objects import ResponseObject
 from router.responses_api.response_database import Entry, ItemIndex, ResponseDatabase, StoreError, StoreLimits
-from router.responses_api.stored_items import ConversationBudget, decode_items, encode_items, encode_output
+from router.responses_api.stored_items import ConversationBudget, encode_items, encode_output
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +166,7 @@ def find_conversation(
             text = f"the response {shown(previous_id)} is still in progress; wait for its end"
             raise RequestError(text, "previous_response_id")
         budget.take(index.places, 0, len(index.places), field="previous_response_id")
-        items += decode_items(database.read_items(index, 0, len(index.places)), index.places)
+        items += database.read_items(index, 0, len(index.places))
     return items, _find_items(database, owner, references, budget=budget)
 
 
@@ -191,5 +189,5 @@ def _find_items(
         at = positions[name]
         budget.take(index.places, at, at + 1, field="input")
         if name not in items:
-            items[name] = msgspec.json.decode(database.read_items(index, at, at + 1))
+            (items[name],) = database.read_items(index, at, at + 1)
     return items

@@ -1,11 +1,13 @@
 """The items of a conversation as JSON, one behind the other, and an index: each is read and decoded alone.
 
-Only fields that mean something here are kept, so a conversation takes little more memory decoded than as JSON.
+Images lie beside the JSON, under their digests, so that many items and responses share one. Only fields that mean
+something here are kept, so a conversation takes little more memory decoded than as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -36,6 +38,8 @@ _PARTS |= {f"{call}_output": ("output",) for call in ("function_call", "custom_t
 # Fields with any value: actions, and fields of calls that ran elsewhere.
 _VALUES = {**OF_PROVIDERS, "local_shell_call": ("action",)}
 _TEXTS_OF_PARTS = ("type", "text", "refusal", "image_url", "detail")
+_SHARED_FROM = 1024  # characters of an image's URL that lies beside the JSON
+_DIGEST = "digest"  # field in place of such a URL; clients' parts have none, as it is not among _TEXTS_OF_PARTS
 _STATUSES = ItemStatus.__args__  # type: ignore[attr-defined]
 
 
@@ -45,23 +49,36 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     id: str
     end: int
     num_values: int  # keys of the item and items of its lists, at all levels
+    image_bytes: int = 0  # images beside its JSON, each as often as the item has it
 
 
 class StoredItems(msgspec.Struct, frozen=True):
     data: bytes
     places: list[Place]
+    images: dict[str, str] = {}  # URLs, by digest
+
+    @property
+    def json_bytes(self) -> int:
+        """The memory of the items without their images."""
+        return len(self.data) + PLACE_BYTES * len(self.places)
 
     @property
     def num_bytes(self) -> int:
-        return len(self.data) + PLACE_BYTES * len(self.places)
+        """The memory of the items, with each image once."""
+        return self.json_bytes + sum(map(len, self.images.values()))
+
+    @property
+    def image_bytes(self) -> int:
+        """The images of all items, each as often as an item has it."""
+        return sum(place.image_bytes for place in self.places)
 
     def decoded(self) -> list[Item]:
-        return list(decode_items(self.data, self.places))
+        return list(decode_items(self.data, self.places, self.images))
 
     def followed_by(self, items: StoredItems) -> StoredItems:
         start = len(self.data)
         moved = [msgspec.structs.replace(place, end=start + place.end) for place in items.places]
-        return StoredItems(self.data + items.data, self.places + moved)
+        return StoredItems(self.data + items.data, self.places + moved, self.images | items.images)
 
 
 def start_of(places: Sequence[Place], at: int) -> int:
@@ -79,6 +96,7 @@ class ConversationBudget:
     def take(self, places: Sequence[Place], first: int, end: int, field: str) -> None:
         """Count items ``first`` … ``end`` - 1. Raises RequestError."""
         self._num_bytes += start_of(places, end) - start_of(places, first)
+        self._num_bytes += sum(place.image_bytes for place in places[first:end])
         self._num_values += sum(place.num_values for place in places[first:end])
         if self._num_bytes > self._max_bytes:
             text = f"the named items have more than {self._max_bytes} bytes; compact the conversation, or begin another"
@@ -92,14 +110,16 @@ def encode_items(items: Iterable[Item]) -> StoredItems:
     """An id that comes again is replaced, since pages of items begin behind an id."""
     data = bytearray()
     places = list[Place]()
+    images = dict[str, str]()
     ids = set[str]()
     for item in map(stored_item, items):
         if item["id"] in ids:
             item["id"] = new_id(_ID_PREFIXES.get(item["type"], "item"))
         ids.add(item["id"])
+        image_bytes = _move_images(item, images)
         data += msgspec.json.encode(item)
-        places.append(Place(item["id"], len(data), num_values(item)))
-    return StoredItems(bytes(data), places)
+        places.append(Place(item["id"], len(data), num_values(item), image_bytes))
+    return StoredItems(bytes(data), places, images)
 
 
 def encode_output(output: Iterable[OutputItem]) -> StoredItems:
@@ -107,13 +127,54 @@ def encode_output(output: Iterable[OutputItem]) -> StoredItems:
     return encode_items(msgspec.to_builtins(_without_logprobs(item)) for item in output)
 
 
-def decode_items(data: bytes, places: Iterable[Place], start: int = 0) -> Iterator[Item]:
-    """Decode items one by one, so that other threads run in between. ``data`` begins at ``start`` of the items."""
+def decode_items(data: bytes, places: Iterable[Place], images: Mapping[str, str], start: int = 0) -> Iterator[Item]:
+    """Decode items one by one, so that other threads run in between. ``data`` begins at ``start`` of the items.
+
+    Equal images share the string of ``images``, which has all of them by digest.
+    """
     view = memoryview(data)
     at = start
     for place in places:
-        yield msgspec.json.decode(view[at - start : place.end - start])
+        item = msgspec.json.decode(view[at - start : place.end - start])
+        for part in _parts(item):
+            if (digest := part.pop(_DIGEST, None)) is not None:
+                part["image_url"] = images[digest]
+        yield item
         at = place.end
+
+
+def image_digests(data: bytes, places: Iterable[Place], start: int = 0) -> set[str]:
+    """Return the digests of the images that lie beside the JSON of items."""
+    view = memoryview(data)
+    digests = set[str]()
+    at = start
+    for place in places:
+        if place.image_bytes:
+            item = msgspec.json.decode(view[at - start : place.end - start])
+            digests |= {part[_DIGEST] for part in _parts(item) if _DIGEST in part}
+        at = place.end
+    return digests
+
+
+def _move_images(item: Item, images: dict[str, str]) -> int:
+    """Move the long URLs of a stored item's images to ``images``. Return their characters."""
+    num_bytes = 0
+    for part in _parts(item):
+        url = part.get("image_url", "")
+        if len(url) >= _SHARED_FROM:
+            del part["image_url"]
+            part[_DIGEST] = sha256(url.encode("utf-8", "surrogatepass")).hexdigest()
+            images[part[_DIGEST]] = url
+            num_bytes += len(url)
+    return num_bytes
+
+
+def _parts(item: Item) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a stored item."""
+    for name in _PARTS.get(item.get("type", ""), ()):
+        value = item.get(name)
+        if isinstance(value, list):
+            yield from value
 
 
 def stored_item(item: Item) -> Item:

@@ -1,4 +1,6 @@
-"""FlashInfer's attention of chunks of prompts: FA3 on Hopper, FA2 on other GPUs. The only file that imports FlashInfer.
+"""FlashInfer's attention of chunks of prompts and of patches: FA3 on Hopper, FA2 on other GPUs.
+
+This is the only file that imports FlashInfer.
 
 This uses the modules below FlashInfer's wrappers, as its own ``fast_decode_plan`` does. The wrappers compute maxima by
 Python loops over tensors (0.5 ms for 256 rows). They also write a plan to pinned memory that the copy of the previous
@@ -106,8 +108,9 @@ def load_kernel(kernel: FlashInferKernel, device: torch.device) -> LoadedKernel:
 class FlashInferPrefill:
     """FlashInfer's attention of one AttentionSpec, and its current plan."""
 
-    def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec) -> None:
+    def __init__(self, sizes: Sizes, workspace: Tensor, spec: AttentionSpec, causal: bool = True) -> None:
         """Load the kernel, see ``load_kernel``."""
+        self._causal = causal
         dtype = str(sizes.dtype).removeprefix("torch.")
         window = spec.window
         kernel = FlashInferKernel(dtype, sizes.head_dim, sizes.value_dim, windowed=window is not None)
@@ -153,7 +156,7 @@ class FlashInferPrefill:
             graph,
             sizes.head_dim,
             sizes.value_dim,
-            True,  # causal
+            self._causal,
             self._window_left,
             *fa2_options,
         )
@@ -202,7 +205,7 @@ class FlashInferPrefill:
         """Return the arguments behind ``out`` of both calls."""
         return (
             None,  # log of the sums of exp
-            MaskMode.CAUSAL.value,
+            (MaskMode.CAUSAL if self._causal else MaskMode.NON_CAUSAL).value,
             layout.value,
             self._window_left,
             self._has_pdl,

@@ -4,6 +4,7 @@
     attention              decode_attention.py, prefill_attention.py, sinks.py, tiles.py (how they cut work on a device)
     recurrent layers       gated_delta.py, gated_delta_chunks.py (prompts), gated_delta_reference.py (plain torch)
     mixtures of experts    routing.py, grouped_tiles.py, grouped_gemm.py, expert_reference.py (plain torch)
+    4-bit weights          four_bits/words.py (their layout), weights.py, unpacking.py, products.py, grouped.py
     FlashInfer's inputs    pages.py, gather.py
     V2's state             step.py
     integrity of KV        block_digest.py

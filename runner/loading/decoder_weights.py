@@ -29,7 +29,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EMBEDDING = "model.embed_tokens.weight"
 _NORM = "model.norm.weight"
-_HEAD = "lm_head.weight"
+_HEAD = "lm_head."
+_TABLES = _EMBEDDING, _NORM, f"{_HEAD}weight"  # and parts of quantized ones
 _C_LIBRARY = ctypes.CDLL(None)
 
 
@@ -70,8 +71,8 @@ class DecoderWeights(ModelWeights):
     def _ignored(self, stored: Iterable[str]) -> set[str]:
         """Return the stored tensors that other ranks load and check, or no rank: such as a tied head."""
         mine = {name for name, _ in self.shards()}
-        tables = {self._decoder.checkpoint_name(name) for name in (_EMBEDDING, _NORM, _HEAD)}
-        return {name for name in stored if name not in mine and (name in tables or self._is_elsewhere(name))}
+        tables = tuple(self._decoder.checkpoint_name(name) for name in _TABLES)
+        return {name for name in stored if name not in mine and (name.startswith(tables) or self._is_elsewhere(name))}
 
     def _is_elsewhere(self, name: str) -> bool:
         if name.startswith(self._decoder.unused_tensors):
@@ -96,9 +97,9 @@ class DecoderWeights(ModelWeights):
         if decoder.norm is not None:
             yield _NORM, decoder.norm.weight_shard()
         if decoder.head is not None and not decoder.config.tie_word_embeddings:
-            yield _HEAD, decoder.head.weight_shard()
+            yield from prefixed(_HEAD, decoder.head.weight_shards())
         elif decoder.head is not None and decoder.embedding is None:
-            yield _EMBEDDING, decoder.head.weight_shard()
+            yield from ((_EMBEDDING, shard) for _, shard in decoder.head.weight_shards())
         copy = self._copied_embedding
         if copy is not None and not decoder.config.tie_word_embeddings:
             yield _EMBEDDING, copy.weight_shard()

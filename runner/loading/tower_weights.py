@@ -14,12 +14,14 @@ import torch
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import collect_headers, weight_files
+from pdserve.config.attention_backends import patch_kernel
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
 from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.weights import check_weights, fill_random, fill_shard
 from runner.models.layers.weight_shard import WeightShard
+from runner.models.vision.attention import PatchAttention
 from runner.models.vision.towers import AnyVisionTower, make_tower
 from runner.placement import TensorPlacement
 
@@ -33,7 +35,20 @@ def build_tower(config: NodeConfig, placement: TensorPlacement) -> AnyVisionTowe
         return None
     assert config.model.vision is not None
     assert config.image_processor is not None
-    return make_tower(config.model.vision, config.image_processor, placement)
+    return make_tower(config.model.vision, config.image_processor, placement, _attention(config, placement))
+
+
+def _attention(config: NodeConfig, placement: TensorPlacement) -> PatchAttention | None:
+    """Return FlashInfer's attention of patches where it has one and attends to text, too."""
+    vision = config.model.vision
+    if config.attention_backend != "flashinfer" or vision is None or placement.device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(placement.device)
+    if patch_kernel(vision.head_dim, config.dtype, capability) is None:
+        return None
+    from runner.models.vision.flashinfer_patches import FlashInferPatchAttention
+
+    return FlashInferPatchAttention(vision.num_heads, vision.head_dim, placement.dtype, placement.device)
 
 
 @torch.inference_mode()

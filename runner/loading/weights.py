@@ -17,20 +17,23 @@ import torch
 
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.kv_scales import is_kv_scale
-from pdserve.checkpoint.quantized_weights import MXFP4, CheckpointWeights, find_weights
+from pdserve.checkpoint.quantized_weights import CheckpointWeights, find_weights
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.safetensors_header import header_of
 from pdserve.checkpoint.weight_files import collect_headers, weight_files
 from pdserve.errors import CheckpointError
 from pdserve.model.model_config import NATIVE, ModelConfig
-from pdserve.model.quantization.kept_weights import is_linear
-from pdserve.model.quantization.weight_formats import FP8_AT_LOAD, storage_rules
+from pdserve.model.quantization.at_load import is_at_load
+from pdserve.model.quantization.layer_form import LayerForm
+from pdserve.model.quantization.weight_formats import storage_rules
 from pdserve.model.text_part import causal_name, text_headers
 from pdserve.weights.change import FileStates
 from runner.loading.file_slices import FileReader, FileSlice, opened
 from runner.loading.peer_weights import PeerSlice, PeerWeights
 from runner.models.layers.weight_shard import WeightShard
 from runner.models.quantization.dequantize import DequantizedSlice, is_padding_bias
+from runner.models.quantization.four_bit_slices import NAMES, four_bit_slices, random_value
+from runner.models.quantization.four_bits_at_load import LastWeight, four_bits_at_load
 from runner.models.quantization.fp8_at_load import QuantizedRows, ScalesOfRows
 from runner.models.quantization.row_scales import RowScales
 
@@ -62,7 +65,12 @@ def fill_random(shards: Mapping[str, WeightShard], seed: int) -> None:
             continue
         key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4)
         generator = torch.Generator(memory.device).manual_seed(int.from_bytes(key.digest(), "little"))
-        if name.endswith("_scale"):
+        value = random_value(name, memory.dtype, f"{name.removesuffix(NAMES.scales)}{NAMES.output_scales}" in shards)
+        if value is not None:
+            memory.fill_(value)
+        elif name.endswith(NAMES.order):
+            memory.copy_(torch.arange(len(memory), device=memory.device))
+        elif name.endswith("_scale"):
             memory.fill_(_DUMMY_DEVIATION / _DUMMY_FP8_DEVIATION)
         elif name.endswith("_scales"):
             memory.fill_(_DUMMY_E8M0)
@@ -107,9 +115,10 @@ def open_weights(
     """Open a checkpoint's files, and check at the end that they have not changed.
 
     Quantized weights are dequantized into ``dtype`` on the device, unless their format has layers of its own or
-    ``model`` keeps them: then MXFP4 tensors and FP8's X.weight are as stored, and X.weight_scale has a row for each
-    output; so it is if they are quantized only now. With ``peer``, tensors that it offers are read from there. Raises
-    CheckpointError, also for what cannot be read in the body, and if the files are not those in ``digested``.
+    ``model`` keeps them: then MXFP4 tensors and FP8's X.weight are as stored, X.weight_scale has a row for each output,
+    and weights of 4 bits are as ``four_bit_slices`` says; so it is if they are quantized only now. With ``peer``,
+    tensors that it offers are read from there. Raises CheckpointError, also for what cannot be read in the body, and if
+    the files are not those in ``digested``.
     """
     # The library copies tensors to the device itself.
     with FileReader(device if model.impl == NATIVE else torch.device("cpu")) as reader, ExitStack() as files:
@@ -154,17 +163,30 @@ def _quantized(
 ) -> dict[str, Any]:
     """Return slices of the weights that are quantized in the checkpoint, or become so when they are read."""
     slices: dict[str, Any] = {}
-    if model.weight_format == FP8_AT_LOAD and model.keeps_quantized:
-        for name in filter(is_linear, weights.plain):
-            slices |= {name: QuantizedRows(plain[name]), f"{name}_scale": ScalesOfRows(plain[name])}
+    if is_at_load(model.weight_format):
+        last = LastWeight()
+        for name in weights.plain:
+            form = model.form_of(name)
+            if form is not None:
+                slices |= _at_load(name, plain[name], form, last)
     for name, weight in weights.quantized.items():
-        if model.keeps_quantized and weight.rule.packing == MXFP4:
-            slices |= {part: stored[part] for part in weight.parts}
-        elif model.keeps_quantized and is_linear(name):
-            slices |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
-        else:
+        form = model.form_of(name)
+        if form is None:
             slices[name] = DequantizedSlice(name, weight, stored, device, dtype)
+        elif form.is_four_bits:
+            slices |= four_bit_slices(name, weight, form, stored, device)
+        elif form.kind == "mxfp4":
+            slices |= {part: stored[part] for part in weight.parts}
+        else:
+            slices |= {name: stored[weight.values], f"{name}_scale": RowScales(weight, stored)}
     return slices
+
+
+def _at_load(name: str, source: Any, form: LayerForm, last: LastWeight) -> dict[str, Any]:
+    """Return slices of an unquantized weight in ``form``."""
+    if form.is_four_bits:
+        return four_bits_at_load(name, source, form, last)
+    return {name: QuantizedRows(source), f"{name}_scale": ScalesOfRows(source)}
 
 
 def _asking(peer: PeerWeights | None, stored: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +252,7 @@ def _check_tensor(model_dir: Path, name: str, shard: WeightShard, source: Any) -
 def fill_shard(model_dir: Path, name: str, shard: WeightShard, source: Any, at_once: int) -> None:
     """Copy the shard's part of ``source``, about ``at_once`` values at a time. Raises CheckpointError."""
     with source.whole() if isinstance(source, PeerSlice) else nullcontext(source) as values:
-        for memory, part in shard.pieces_of(values, at_once):
+        for memory, part in shard.pieces_of(values, getattr(source, "at_once", at_once)):
             if part.dtype != memory.dtype and not (part.dtype in _CONVERTIBLE and memory.dtype in _CONVERTIBLE):
                 raise _wrong_dtype(model_dir, name, source.get_dtype(), memory)
             memory.copy_(part)

@@ -8,6 +8,7 @@ made, and ``checkpoint_name`` where its tensors have other names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,14 +85,20 @@ class Decoder(Model):
         return MixtureOfExperts(self.context)
 
     def make_layer(self, layer: int) -> DecoderLayer:
+        self._number_parts(self.first_layer + layer)
         return DecoderLayer(self.context, self.make_mixer(layer), self.make_mlp(self.first_layer + layer))
 
     def make_mixer(self, layer: int) -> Mixer:
         """Create the token mixer of a layer; ``layer`` counts from 0 on this rank."""
         return self.make_attention(layer)
 
+    def _number_parts(self, layer: int) -> None:
+        """Say to which layer the parts belong that are created next; ``layer`` counts from 0 in the whole model."""
+        self.context = replace(self.context, layer=layer)
+
     def _make_predictor(self) -> TokenPredictor:
         assert self.predictor_names is not None, f"{self.config.architecture} has no layer that predicts further tokens"
+        self._number_parts(self.config.num_layers)
         attention = self.make_attention(self.config.kv_layers_in(self.context.position.layers))
         layer = DecoderLayer(self.context, attention, self.make_mlp(self.config.num_layers))
         return TokenPredictor(self.context, layer, self.predictor_names, self.embedding)
@@ -176,7 +183,7 @@ class Decoder(Model):
         self.head.write(hidden, out)
 
     def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        for (in_features, _), linear in self.context.linears.items():
+        for (in_features, *_), linear in self.context.linears.items():
             for count in tokens:
                 linear.apply(self._zeros(count, in_features))
         if self.head is not None:

@@ -33,6 +33,7 @@ def explain(hub: FakeHub, home: Path, *flags: str) -> subprocess.CompletedProces
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_explain_reads_headers_of_a_hub_model_and_says_what_it_says_of_its_directory(
     hub: FakeHub, tmp_path: Path
 ) -> None:

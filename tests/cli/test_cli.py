@@ -99,6 +99,7 @@ def test_explain_text_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
     assert "chosen: dtype=bfloat16" in out
 
 
+@pytest.mark.slow
 def test_explain_warns_of_memory_that_this_machine_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--kv-cache-memory", "100T"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
@@ -108,6 +109,7 @@ def test_explain_warns_of_memory_that_this_machine_lacks(capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["warnings"] == []
 
 
+@pytest.mark.slow
 def test_flags_of_other_servers_that_mean_the_same_are_accepted_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     theirs = ["--enable-prefix-caching", "--enable_chunked_prefill", "-tp", "1", "--kv-cache-memory-bytes=64M"]
     assert main(["explain", "--json", "--device", "cpu", "--tp", "1", "--kv-cache-memory", "64M"]) == 0
@@ -131,6 +133,7 @@ def test_closed_ports_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> N
     assert f"no answer from http://{address}" in error_of(capsys, "probe", f"http://{address}")[1]
 
 
+@pytest.mark.slow
 def test_misspelled_variables_are_named_by_tools(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +143,7 @@ def test_misspelled_variables_are_named_by_tools(
     assert "did you mean PDSERVE_BLOCK_SIZE?" in line
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m cli explain --device cpu | true"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=patience(60))

@@ -169,9 +169,30 @@ def test_experts_in_mxfp4_are_dequantized_on_v1_and_kept_on_v2(tmp_path: Path) -
 
 
 def test_v2_refuses_to_dequantize_other_formats(tmp_path: Path) -> None:
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 32}
-    with pytest.raises(ConfigError, match="quantization: V2 runs unquantized, FP8 and MXFP4 weights; these are awq"):
-        resolved(tmp_path, "llama", "1", quantization_config=awq)
+    gptq = {"quant_method": "gptq", "bits": 8, "group_size": 32}
+    with pytest.raises(ConfigError, match=r"V2 runs unquantized, FP8, MXFP4, NVFP4 .* weights; these are gptq"):
+        resolved(tmp_path, "llama", "1", quantization_config=gptq)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, 4 + 24 / 32),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32}, 4 + 24 / 32),
+    ],
+)
+def test_4_bit_weights_are_kept_by_default_on_gpus(options: dict[str, Any], bits: float, tmp_path: Path) -> None:
+    config = resolved(tmp_path / "gpu", "qwen3", device=ADA, quantization_config=options, dtype="bfloat16")
+    assert (config.decision.runner, config.model.keeps_quantized) == ("V2", True)
+    tables = 2 * 2 * config.model.vocab_size * config.model.hidden_size
+    plain = resolved(tmp_path / "plain", "qwen3", device=ADA, dtype="bfloat16")
+    weights, plain_weights = (weight_bytes(each.model, each.position, "bfloat16") - tables for each in (config, plain))
+    assert weights == pytest.approx(plain_weights * bits / 16, rel=0.01)
+    cpu = DeviceInfo(kind="cpu", index=0, name="a CPU", memory=80 << 30)
+    config = resolved(tmp_path / "cpu", "qwen3", device=cpu, quantization_config=options)
+    assert (config.decision.runner, config.model.keeps_quantized) == ("V1", False)
+    assert any("V2 is the default for 4-bit weights on CUDA GPUs only" in reason for reason in config.decision.reasons)
 
 
 @pytest.mark.parametrize("model_type", REASONS)

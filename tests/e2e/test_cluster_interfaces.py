@@ -169,6 +169,7 @@ def test_router_beside_a_node_starts_again_and_both_drain(cluster: Cluster, http
     assert http_node.child.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_server_that_cannot_start_ends_the_node(cluster: Cluster, tmp_path: Path) -> None:
     model = copy_without_weights(tmp_path)
     argv = [sys.executable, "-m", "cli", "decode", str(model), *NODE, "--http", "0", "--api-keys", "/no/such/keys"]

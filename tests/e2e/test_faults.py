@@ -129,9 +129,8 @@ def simulated(checkpoint: Checkpoint) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.parametrize(
-    ("served", "count"), [("simulated", 100), *(pytest.param("fleet", n, marks=pytest.mark.slow) for n in (100, 1000))]
-)
+@pytest.mark.slow  # test_disconnects.py has quick tests
+@pytest.mark.parametrize(("served", "count"), [("simulated", 100), *(("fleet", n) for n in (100, 1000))])
 def test_cancelled_requests_leave_no_blocks_or_leases(served: str, count: int, request: pytest.FixtureRequest) -> None:
     """A tenth of the requests are cancelled at random times."""
     fleet: Fleet = request.getfixturevalue(served)

@@ -78,13 +78,16 @@ def hit_tokens(fleet: Served) -> list[float]:
 
 
 def test_evicted_conversations_come_back_on_both_nodes(tmp_path: Path) -> None:
+    """A node whose fetches have taken long computes the tokens for a while, and tries again: so a busy machine may."""
     with served(KINDS["qwen3"], tmp_path / "m") as fleet:
-        check_conversations(fleet)
-        prefill, decode = hit_tokens(fleet)
-        assert prefill > 500
-        assert decode > 500
+
+        def have_come_back() -> bool:
+            check_conversations(fleet)
+            return min(hit_tokens(fleet)) > 500
+
+        fleet.fleet.wait_until(have_come_back, 120.0)
         cached = fleet.fleet.prefill[0].counter("prefix_cached_tokens")
-        assert cached >= prefill, "tokens from host memory count as cached"
+        assert cached >= hit_tokens(fleet)[0], "tokens from host memory count as cached"
 
 
 @pytest.mark.slow

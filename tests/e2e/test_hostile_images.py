@@ -126,6 +126,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.slow
 def test_wrong_and_huge_images_are_refused(fleet: Fleet) -> None:
     stream = Stream(fleet)
     for name, (path, body, expected) in WRONG.items():

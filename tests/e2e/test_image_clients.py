@@ -183,7 +183,7 @@ def test_bench_reports_tokens_of_images(fleet: Fleet, tmp_path: Path, capsys: py
 # ---------------------------------------------------------------- agents
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [pytest.param("codex", marks=pytest.mark.slow), "claude_code"])
 def test_agents_session_sees_its_images_and_encodes_each_once(program: str, fleet: Fleet, tmp_path: Path) -> None:
     images = [png(5, 8, seed=len(program)), png(6, 4, seed=len(program) + 1)]
     before = encoded(fleet)

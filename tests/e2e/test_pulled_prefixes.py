@@ -227,7 +227,8 @@ def test_decode_node_computes_no_prompts_for_peers(fleet: Fleet) -> None:
     decode.wait_idle()
 
 
-@pytest.mark.parametrize("fault", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
+@pytest.mark.slow  # a fault amid a split has a quick test below
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
 def test_source_that_fails_amid_a_pull_changes_no_token(
     fleet: Fleet, router: RouterClient, expected: Callable[[list[int]], list[int]], fault: str
 ) -> None:

@@ -21,9 +21,10 @@ SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "num_hidd
 
 
 @pytest.mark.slow
-def test_fp8_blocks_are_exact_through_a_handoff_to_tensor_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "method"), [("fp8 blocks", "fp8"), ("nvfp4", "modelopt")])
+def test_quantized_weights_are_exact_through_a_handoff_to_tensor_shards(name: str, method: str, tmp_path: Path) -> None:
     plain = add_tokenizer(make_checkpoint(tmp_path / "plain", "qwen3", **SIZES))
-    directory = quantize(plain, tmp_path / "quantized", "fp8 blocks")
+    directory = quantize(plain, tmp_path / "quantized", name)
     reference = reference_model(plain)
     prompts = [random.Random(length).choices(range(3, 128), k=length) for length in (1, 16, 17, 150)]
     expected = [reference_greedy(reference, prompt, OUTPUT) for prompt in prompts]
@@ -37,4 +38,4 @@ def test_fp8_blocks_are_exact_through_a_handoff_to_tensor_shards(tmp_path: Path)
         description = decode.describe()
         assert description.runner == "V1"
         assert any("quantization" in reason for reason in description.runner_reasons)
-        assert "weights are fp8, dequantized when loaded" in fleet.prefill[0].output
+        assert f"weights are {method}, dequantized when loaded" in fleet.prefill[0].output

@@ -122,6 +122,7 @@ def test_requests_migrate_between_nodes_that_die(model: Path, expected: Expected
         check_idle(fleet)
 
 
+@pytest.mark.slow  # tests/engine/test_scheduler.py has quick tests
 def test_too_few_blocks(model: Path, expected: Expected) -> None:
     """Sequences are preempted and computed again."""
     few = ("--kv-cache-memory", "2MiB", "--max-model-len", "400")

@@ -123,6 +123,7 @@ def test_server_of_another_ca_is_refused(fleet: Fleet, identity: Path, tmp_path:
         status(fleet.decode[0], credentials)
 
 
+@pytest.mark.slow
 def test_renewed_certificates_are_used(fleet: Fleet, ca: trustme.CA, identity: Path, https: Path) -> None:
     """New connections of servers and clients use the new CA; broken files later change nothing."""
     new = trustme.CA()

@@ -249,6 +249,7 @@ def running(fleet: Fleet) -> NodeProcess:
     return node
 
 
+@pytest.mark.slow
 def test_unreachable_collector_is_logged_once_and_blocks_nothing(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

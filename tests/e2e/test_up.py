@@ -244,7 +244,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         yield up
 
 
-@pytest.mark.slow  # the next test has a quick one
+@pytest.mark.slow
 def test_prefill_node_that_dies_starts_again_and_no_request_notices(simulated: Up) -> None:
     up = simulated
     with ThreadPoolExecutor(20) as threads:
@@ -259,6 +259,7 @@ def test_prefill_node_that_dies_starts_again_and_no_request_notices(simulated: U
         assert "prefill was killed by SIGKILL" in up.err.read_text()
 
 
+@pytest.mark.slow
 def test_router_and_engine_that_die_start_again(simulated: Up) -> None:
     up = simulated
     url = up.wait_served()

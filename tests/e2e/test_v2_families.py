@@ -64,13 +64,16 @@ def started(place: Place, directory: Path, flags: Sequence[str] = (), alone: boo
         yield fleet
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss in MXFP4"])
+QUANTIZED = ("gpt_oss in mxfp4", "qwen3_moe in nvfp4")
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *QUANTIZED])
 def test_tokens_through_a_handoff_equal_transformers(family: str, place: Place, tmp_path: Path) -> None:
     """In float32, all prompts at once, and again from the prefix caches."""
     name, _, packed = family.partition(" in ")
-    directory = plain = make_checkpoint(tmp_path / "model", name, fused=bool(packed))
+    directory = plain = make_checkpoint(tmp_path / "model", name, fused=packed == "mxfp4")
     if packed:
-        directory = quantize(plain, tmp_path / "quantized", "mxfp4")
+        directory = quantize(plain, tmp_path / "quantized", packed)
     reference = reference_model(plain)
     expected = [reference_greedy(reference, prompt, place.output) for prompt in place.prompts]
     with started(place, directory) as fleet, RouterClient(fleet.decode[0].address) as client:

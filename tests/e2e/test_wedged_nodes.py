@@ -157,7 +157,8 @@ def test_requests_leave_a_node_whose_step_does_not_end(endless: EndlessFleet, ro
     check_wedged_node(fleet, Wedged(role, node, trigger.touch, trigger.unlink, is_known))
 
 
-@pytest.mark.parametrize("where", [".between", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [".between", ""])
 def test_a_node_whose_engine_hangs_says_so_without_requests(endless: EndlessFleet, where: str) -> None:
     fleet = endless.fleet
     node = endless.fleet.decode[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ import pytest
 from fast_set import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import reference
+from toy import reference, state_after
 from toy_images import DEPTH, INPUT, Picture, SeeingNode, ask, prompt_of, seen
 from toy_node import BLOCK, DEPTHS, Node
 
@@ -20,8 +21,9 @@ from engine.images.image_cache import ImageCache
 from engine.images.image_steps import no_images
 from engine.images.pixel_store import PixelStore
 from pdserve.config.simulated_costs import SimulatedCosts, SimulatedSteps
-from pdserve.images import EncodingCost
-from pdserve.ipc.messages import Cancel, FreeLease, KVConfirmed, Mode, Pause, PrefillLocally, Refused, Resume
+from pdserve.images import EncodingCost, Images
+from pdserve.ipc.messages import Cancel, FreeLease, KVConfirmed, Mode, Pause, PrefillLocally, Refused, Resume, StartRead
+from pdserve.kv.states import NO_SLOT
 from pdserve.sampling_params import SamplingParams
 
 A = Picture(1)
@@ -236,7 +238,7 @@ def test_other_weights_make_other_embeddings(see: MakeSeeing) -> None:
 
 
 def test_choices_share_the_images_of_their_prompt(see: MakeSeeing) -> None:
-    """The prompt ends amid a block in which the image ends: other choices compute its tokens again."""
+    """The prompt ends amid a block in which the image ends: other choices begin with copies of the block."""
     node = see(80, cache=4)
     node.put(A)
     prompt = prompt_of(2, A, 1)
@@ -244,6 +246,77 @@ def test_choices_share_the_images_of_their_prompt(see: MakeSeeing) -> None:
     node.run()
     assert [node.tokens[1, choice] for choice in range(3)] == [reference(seen(*prompt), c, 4) for c in range(3)]
     assert node.seeing.encoded == [A.digest]
+    assert chunks(node) == [[7], [1, 1]]
+    node.assert_all_free()
+
+
+def hand_off(node: Node, prompt: tuple[list[int], Images], sampling: SamplingParams) -> None:
+    """Hand a prompt off: its KV comes into the blocks of the sequence, with the first token of each choice."""
+    ids = seen(*prompt)
+    ask(node, 1, prompt, sampling=sampling, mode=Mode.HANDOFF)
+    node.step()
+    (sequence,) = node.scheduler._live.of_request(1)
+    blocks = sequence.table.blocks
+    state = NO_SLOT if sequence.state is None else 0
+    node.obey(StartRead(1, "unknown", tuple(blocks), len(ids), remote_state=state))  # fails: the test writes the bytes
+    while not node.step().reads:
+        time.sleep(0.001)  # the connector's thread reports it
+    for position, token in enumerate(ids):
+        node.runner.cache[blocks[position // BLOCK], 0, 0, :, position % BLOCK, 0] = token, position
+    if sequence.state is not None:
+        node.runner.slots[sequence.state.slot, :2] = state_after(ids)
+    node.obey(KVConfirmed(1, len(ids), tuple(tuple(reference(ids, choice, 1)) for choice in range(sampling.n))))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("slots", [0, 12], ids=["attention", "recurrent"])
+def test_choices_behind_a_handoff_need_no_pixels(slots: int, depth: tuple[int, int], see: MakeSeeing) -> None:
+    prompt = prompt_of(2, A, 1)
+    node = see(80, *depth, cache=20, images=no_images, state_slots=slots)
+    hand_off(node, prompt, SamplingParams(max_tokens=6, n=3))
+    assert not refusals(node)
+    assert [node.tokens[1, choice] for choice in range(3)] == [reference(seen(*prompt), c, 6)[1:] for c in range(3)]
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize("slots", [0, 12], ids=["attention", "recurrent"])
+def test_copied_block_stays_while_a_step_copies_it(slots: int, see: MakeSeeing) -> None:
+    """The first choice ends while the steps that begin the others are in flight."""
+    prompt = prompt_of(2, A, 1)
+    second = reference(seen(*prompt), 0, 2)[1]
+    node = see(80, 2, cache=20, images=no_images, state_slots=slots)
+    hand_off(node, prompt, SamplingParams(max_tokens=6, n=2, stop_token_ids=(second,)))
+    ask(node, 2, prompt_of(12), max_tokens=8)
+    assert not refusals(node)
+    expected = reference(seen(*prompt), 1, 6, stop=(second,))[1:]
+    assert [node.tokens[1, choice] for choice in range(2)] == [[second], expected]
+    assert node.tokens[2, 0] == reference(prompt_of(12)[0], 0, 8)
+    node.assert_all_free()
+
+
+@pytest.mark.parametrize("end", [Cancel(1), Pause(1)], ids=["cancelled", "paused"])
+@pytest.mark.parametrize("slots", [0, 12], ids=["attention", "recurrent"])
+def test_choice_that_ends_or_pauses_before_its_first_step_frees_its_blocks(
+    slots: int, end: Cancel | Pause, see: MakeSeeing
+) -> None:
+    prompt = prompt_of(2, A, 1)
+    node = see(80, cache=20, images=no_images, state_slots=slots)
+    hand_off(node, prompt, SamplingParams(max_tokens=6, n=3))
+    node.obey(end)
+    assert not refusals(node)
+    if isinstance(end, Pause):
+        node.obey(Resume(1))
+        assert not refusals(node)
+        assert [node.tokens[1, c] for c in range(3)] == [reference(seen(*prompt), c, 6)[1:] for c in range(3)]
+    node.assert_all_free()
+
+
+def test_choices_without_a_free_block_need_pixels(see: MakeSeeing) -> None:
+    prompt = prompt_of(2, A, 1)
+    node = see(2, cache=20, images=no_images)
+    hand_off(node, prompt, SamplingParams(max_tokens=2, n=2))
+    assert [event.kind for event in refusals(node)] == ["ImagesMissing"]
+    node.assert_all_free()
 
 
 def test_a_prompt_for_a_peer_is_leased_with_its_images(see: MakeSeeing) -> None:

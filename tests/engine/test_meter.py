@@ -52,12 +52,14 @@ class Measured(NamedTuple):
     seconds: float
     context: float
     drafts: int
+    images: int
     ahead: bool
 
 
 CONTEXTS = st.floats(0.0, 1e9)
 DRAFTS = st.sampled_from([0, 0, 0, 1, 40])
-STEPS = st.builds(Measured, COUNTS, st.just(0) | COUNTS, SECONDS, CONTEXTS, DRAFTS, st.booleans())
+IMAGES = st.sampled_from([0, 0, 0, 1, 10**6])
+STEPS = st.builds(Measured, COUNTS, st.just(0) | COUNTS, SECONDS, CONTEXTS, DRAFTS, IMAGES, st.booleans())
 TYPICAL_STEPS = st.builds(
     Measured,
     st.integers(0, 4),
@@ -65,11 +67,12 @@ TYPICAL_STEPS = st.builds(
     st.floats(0.0, 0.1),
     st.floats(0.0, 1e5),
     st.just(0),
+    IMAGES,
     st.just(False),
 )
 
 
-@given(st.lists(STEPS | TYPICAL_STEPS, max_size=40), st.tuples(COUNTS, COUNTS, CONTEXTS, DRAFTS).map(StepWork._make))
+@given(st.lists(STEPS | TYPICAL_STEPS, max_size=40), st.builds(StepWork, COUNTS, COUNTS, CONTEXTS, DRAFTS, IMAGES))
 def test_costs_of_any_steps_are_in_range(steps: list[Measured], next_step: StepWork) -> None:
     meter = StepCostMeter()
     for step in steps:
@@ -180,3 +183,41 @@ def test_prompt_share_of_any_sums_is_a_share(spent: list[tuple[float, float]]) -
         now += passed
         prompt_seconds += seconds
         assert 0.0 <= share.update(prompt_seconds, now) <= 1.0
+
+
+def test_a_first_small_chunk_says_nothing_about_long_contexts() -> None:
+    """A small chunk takes longer than its tokens: that is no reason to expect seconds for those that attend to more."""
+    meter = StepCostMeter()
+    for context in (1000.0, 4000.0, 16_000.0):
+        meter.add_step(0, 8192, 0.2 + context * 20e-6, context)
+    for _ in range(20):
+        meter.add_step(8, 0, 0.005)
+    meter.add_step(8, 32, 0.0116, 16.0)
+    assert meter.chunk is not None
+    assert meter.chunk.at(8192, 4096.0) < 1.0
+
+
+@given(unit=st.floats(1e-6, 1e-3), works=st.lists(st.integers(1, 20_000), min_size=1, max_size=8))
+def test_work_of_images_is_measured_apart(unit: float, works: list[int]) -> None:
+    """Steps with images change no cost of text."""
+    meter = StepCostMeter()
+    for count in (4, 8):
+        meter.add_step(count, 0, 0.005)
+        meter.add_step(count, 1000, 0.030, 500.0)
+    text = meter.chunk
+    assert text is not None
+    assert meter.image_unit == text.token.base
+    for work in works:
+        assert meter.add_step(8, 100, 0.005 + text.at(100, 50.0) + work * unit, 50.0, images=work) > 0.0
+    assert meter.image_unit == pytest.approx(unit)
+    assert meter.chunk == text
+    plain = meter.expected(StepWork(8, 100, 50.0))
+    assert meter.expected(StepWork(8, 100, 50.0, images=1000)) == pytest.approx(plain + 1000 * unit)
+
+
+def test_a_step_that_only_encodes_takes_the_time_of_its_images() -> None:
+    meter = StepCostMeter()
+    assert meter.expected(StepWork(images=10)) == math.inf
+    meter.add_step(0, 1000, 0.03, 500.0)
+    meter.add_step(0, 0, 0.2, images=1000)
+    assert meter.expected(StepWork(images=500)) == pytest.approx(0.1)

@@ -12,6 +12,7 @@ import pytest
 from engine.executor.rank_messages import FromRank, RankOutput, Step, ToRank
 from engine.executor.rank_processes import Failure, RankChannel, RankProcesses
 from pdserve.config.parallel import ParallelConfig
+from pdserve.images import EncodedImage
 from pdserve.ipc.frames import Frames, framed
 from pdserve.ipc.messages import Failed
 from pdserve.records import EMPTY_OUTPUT, ModelRunnerOutput, NewSequence, StepOutput, StepPlan
@@ -71,6 +72,21 @@ def test_sending_does_not_wait_for_a_rank_that_does_not_read(ranks: Ranks) -> No
         while len(received) < len(plans):
             received += frames.cut(sock.recv(1 << 16))
         assert received == plans
+
+
+def test_later_stages_get_their_own_message() -> None:
+    split = ParallelConfig((1, 1), 2)
+    pairs = [socket.socketpair() for _ in range(3)]
+    channels = [RankChannel(split.position(rank), ours, timeout=1.0) for rank, (ours, _) in enumerate(pairs, start=1)]
+    processes = RankProcesses(split.position(0), channels, lambda failure: pytest.fail(failure.message))
+    first = Step(StepPlan(1, images=(EncodedImage(bytes(32), 1, 1, b"rgb"),)))
+    later = Step(StepPlan(1, images=(EncodedImage(bytes(32), 1, 1, b""),)))
+    processes.send(first, later)
+    received = [Frames[ToRank](ToRank).cut(theirs.recv(1 << 16)) for _, theirs in pairs]
+    assert received == [[first], [later], [later]]
+    processes.close()
+    for sock in (sock for pair in pairs for sock in pair):
+        sock.close()
 
 
 def test_outputs_carry_their_rank(ranks: Ranks) -> None:

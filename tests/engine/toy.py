@@ -319,6 +319,8 @@ class ToyRunner:
         token_ids: list[int] = []
         counts: list[int] = []
         for new in step.new:
+            for source, target in new.copies:
+                self.cache[target] = self.cache[source]
             if new.state_from != new.state_slot:
                 self.slots[new.state_slot] = 0 if new.state_from == NO_SLOT else self.slots[new.state_from]
         states = {work.state.seq: work.state for work in step.work}

@@ -182,6 +182,7 @@ def prefill_node() -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.slow
 def test_peers_are_checked_for_compatibility(tmp_path: Path) -> None:
     with prefill_node() as address:
         (listed := tmp_path / "listed").write_text(address)

@@ -15,6 +15,7 @@ from node.request_checks import check_choices, check_images
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import RequestError
 from pdserve.images import ImageMode, ImageSpan
+from pdserve.kv.groups import KVCacheGroups
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.protobuf import images_to_pb, pack_tokens
@@ -149,24 +150,31 @@ def test_what_is_accepted_covers_placeholders_without_overlap(
 
 
 @pytest.mark.parametrize(
-    ("mode", "n", "text", "refused"),
+    ("mode", "n", "start", "windows", "refused"),
     [
-        (ImageMode.POSITIONS, 2, 1, True),
-        (ImageMode.POSITIONS, 2, 7, False),
-        (ImageMode.POSITIONS, 1, 1, False),
-        (ImageMode.TOWER, 2, 1, False),
+        (ImageMode.POSITIONS, 2, 11, True, True),
+        (ImageMode.POSITIONS, 2, 10, True, False),
+        (ImageMode.POSITIONS, 1, 11, True, False),
+        (ImageMode.TOWER, 2, 11, True, False),
+        (ImageMode.POSITIONS, 2, 11, False, False),
     ],
 )
 def test_choices_may_not_need_an_image_again(
-    mode: ImageMode, n: int, text: int, refused: bool, checkpoint: Path
+    mode: ImageMode, n: int, start: int, windows: bool, refused: bool, checkpoint: Path
 ) -> None:
-    """Blocks have 16 tokens: with 7 tokens of text behind it, the image ends with the first block."""
+    """Blocks have 16 tokens: an image of 6 tokens that starts at token 10 ends with the first block.
+
+    Choices of a model without windows begin with a copy of the last block.
+    """
     config = config_with_images(checkpoint, mode)
     assert config.kv_layout.block_size == 16
-    images = (ImageSpan(10, 2, 3, A),)
+    if windows:
+        layout = msgspec.structs.replace(config.kv_layout, groups=KVCacheGroups((None, 4), (0, 1)))
+        config = msgspec.structs.replace(config, kv_layout=layout)
+    images = (ImageSpan(start, 2, 3, A),)
     if refused:
-        with pytest.raises(RequestError, match="n is 2, and the last 1 tokens of the prompt") as raised:
-            check_choices((ImageSpan(11, 2, 3, A),), n, 17, config)
+        with pytest.raises(RequestError, match="n is 2, and the last 2 tokens of the prompt") as raised:
+            check_choices(images, n, 18, config)
         assert raised.value.param == "n"
     else:
-        check_choices(images, n, 16 + text, config)
+        check_choices(images, n, 18, config)

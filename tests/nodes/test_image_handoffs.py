@@ -80,7 +80,7 @@ class Nodes:
         return ids, tuple(images)
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "mistral3"])
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("mistral3", marks=pytest.mark.slow)])
 def checkpoint_that_sees(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Mistral's rows of images end with tokens of text."""
     from image_checkpoints import make_image_checkpoint
@@ -217,19 +217,17 @@ def test_a_pulled_prefix_spares_its_images(nodes: Nodes) -> None:
     assert answer.tokens == ask(nodes.decode, prompt, nodes.prefill).tokens
 
 
-def test_choices_that_would_compute_an_image_again_are_refused_on_d(nodes: Nodes) -> None:
-    picture = nodes.picture(value=40)
-    sampling = greedy(4, n=2)
+@pytest.mark.parametrize("text", [2, BLOCK], ids=["in the last block", "before the last block"])
+def test_choices_go_on_behind_an_image_on_d(text: int, nodes: Nodes) -> None:
+    picture = nodes.picture(value=40 + text)
+    prompt = nodes.prompt(BLOCK - 1, picture, text)
+    expected = alone_answer(nodes, prompt, picture)
+    picture.put(nodes.prefill)
+    ids, images = prompt
     with RouterClient(nodes.decode.address) as client:
-        ids, images = nodes.prompt(BLOCK - 1, picture, 2)
-        failed = client.generate(ids, sampling, nodes.prefill.address, images=images_to_pb(images))
-        assert failed.failure is not None
-        assert failed.failure.code == pb.Failure.INVALID
-        assert "n is 2, and the last 10 tokens of the prompt" in failed.failure.message
-        picture.put(nodes.prefill)
-        ids, images = nodes.prompt(BLOCK - 1, picture, BLOCK)
-        served = client.generate(ids, sampling, nodes.prefill.address, images=images_to_pb(images))
-        assert len(served.finish) == 2
+        served = client.generate(ids, greedy(6, n=3), nodes.prefill.address, images=images_to_pb(images))
+    assert served.failure is None
+    assert served.choices == dict.fromkeys(range(3), expected)
 
 
 def test_a_prefill_node_that_dies_costs_no_answer(checkpoint_that_sees: Path) -> None:
@@ -255,6 +253,7 @@ def test_a_prefill_node_that_dies_costs_no_answer(checkpoint_that_sees: Path) ->
         assert resumed.tokens == answer[2:]
 
 
+@pytest.mark.slow
 def test_pixels_are_freed_with_the_prompt(nodes: Nodes) -> None:
     picture = nodes.picture(8, 8, value=60)
     picture.put(nodes.prefill)

@@ -180,6 +180,7 @@ def start_over(kind: str, tls: str, checkpoint: Path, fleet: Fleet, address: str
     return fleet.start_decode(checkpoint, flags, {"UCX_TLS": tls})
 
 
+@pytest.mark.slow
 def test_a_transport_slower_than_required_fails_the_start(checkpoint: Path, checked: Checked) -> None:
     with Fleet() as fleet:
         node = start_over("shm", "tcp", checkpoint, fleet, checked.prefill.address)

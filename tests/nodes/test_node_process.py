@@ -119,6 +119,7 @@ def test_a_node_that_a_user_started_says_how_to_get_http(role: str, checkpoint: 
     assert ("--http PORT of this command" in hint) is (role == "serve")
 
 
+@pytest.mark.slow
 def test_sigterm_while_loading_ends_a_node_with_status_0(checkpoint: Path) -> None:
     with started(checkpoint, "prefill_node") as node:
         node.wait_for("listening")

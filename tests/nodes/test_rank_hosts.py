@@ -131,6 +131,7 @@ def test_a_host_without_triton_keeps_the_node_on_v1(checkpoint: Path, elsewhere:
     assert f"rank 1 on {socket.gethostname()}: no NVIDIA GPU" in description.runner_reasons[0]
 
 
+@pytest.mark.slow
 def test_a_forced_v2_fails_with_the_rank_whose_host_lacks_triton(
     checkpoint: Path, elsewhere: Path, leader: str
 ) -> None:

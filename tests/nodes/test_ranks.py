@@ -116,6 +116,7 @@ def test_every_rank_reads_its_part_of_the_kv(fleet: Fleet, checkpoint: Path) -> 
     prefill.wait_idle()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_all_ranks(fleet: Fleet, checkpoint: Path) -> None:
     node = fleet.start_decode(checkpoint, [*FLAGS, "--tp", "2"])
     fleet.wait_ready()

@@ -78,7 +78,7 @@ def test_broken_costs_file_is_refused(change: str, message: str, tmp_path: Path)
         load_costs(str(file))
 
 
-@pytest.mark.parametrize("gpus", [2, 2000])
+@pytest.mark.parametrize("gpus", [2, pytest.param(2000, marks=pytest.mark.slow)])
 def test_plans_have_numbers_without_exponents_and_plurals(gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--prompt-tokens", "p50=1000,p99=2000", "--output-tokens", "p50=2,p99=4", "--requests", "300"]
     assert main(["plan", "--costs", "h200-llama-8b", "--gpus", str(gpus), *lengths]) == 0

@@ -46,6 +46,7 @@ def test_predictions_follow_from_the_load_alone() -> None:
     assert 0.0 < first.prefill_busy < 1.0
 
 
+@pytest.mark.slow
 def test_processes_change_no_prediction() -> None:
     layouts = [Layout(1, 1), Layout(decode=2), Layout(both=2)]
     with Predictor(planned(), workers=2) as several:
@@ -67,6 +68,7 @@ def test_fleets_suffice_and_one_node_fewer_does_not(predictor: Predictor) -> Non
     assert predictor.predict([fewer], 50.0)[fewer].missed
 
 
+@pytest.mark.slow
 def test_rate_for_gpus_leaves_the_headroom(predictor: Predictor) -> None:
     plan = plan_for_gpus(predictor, 3)
     assert plan.nodes == 3
@@ -74,6 +76,7 @@ def test_rate_for_gpus_leaves_the_headroom(predictor: Predictor) -> None:
     assert not predictor.predict([plan.split.layout], plan.rate / 0.8)[plan.split.layout].missed
 
 
+@pytest.mark.slow
 def test_large_fleets_are_several_simulated_ones(predictor: Predictor) -> None:
     small = plan_for_gpus(predictor, MOST_SIMULATED)
     large = plan_for_gpus(predictor, 100 * MOST_SIMULATED)
@@ -96,6 +99,7 @@ def test_cached_prompts_need_fewer_nodes() -> None:
     assert missed.missed == "TTFT p50"
 
 
+@pytest.mark.slow
 def test_with_a_slow_network_decode_nodes_compute_more_prompts(predictor: Predictor) -> None:
     with Predictor(planned(limits=LoadLimits(kv_gb_per_s=1.0, requests=300)), workers=1) as slow:
         plan = plan_for_rate(slow, 9.5)

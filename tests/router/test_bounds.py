@@ -196,12 +196,17 @@ class Transport(asyncio.Transport):
 
 @pytest.fixture
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HEADER_SECONDS", "BODY_SECONDS", "LAST_SECONDS"):
+    for name in ("HEADER_SECONDS", "BODY_SECONDS", "LAST_GRACE_SECONDS"):
         monkeypatch.setattr(connections, name, 0.05)
 
 
-def until_ended(*parts: bytes, unread: bool = False, responds: bool = False) -> None:
-    """Return once the router aborts a connection that sent only ``parts``."""
+def until_ended(
+    *parts: bytes, unread: bool = False, responds: bool = False, stall_timeout: float = 0.05, patience: float = 20.0
+) -> None:
+    """Return once the router aborts a connection that sent only ``parts``.
+
+    Raises TimeoutError if it does not within ``patience`` seconds.
+    """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if responds:
@@ -213,13 +218,13 @@ def until_ended(*parts: bytes, unread: bool = False, responds: bool = False) -> 
     async def run() -> None:
         transport = Transport()
         config = uvicorn.Config(app, log_config=None)
-        connection = BoundedConnection(config, ServerState(), {}, limit=ConnectionLimit(1), stall_timeout=0.05)
+        connection = BoundedConnection(config, ServerState(), {}, limit=ConnectionLimit(1), stall_timeout=stall_timeout)
         connection.connection_made(transport)
         for part in parts:
             connection.data_received(part)
         if unread:
             connection.pause_writing()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patience):
             await transport.ended.wait()
         connection.connection_lost(None)
         await asyncio.gather(*connection.tasks)
@@ -244,6 +249,12 @@ def test_incomplete_request_is_aborted(short_times: None, parts: list[bytes]) ->
 def test_unread_end_of_a_response_is_aborted(short_times: None, header: str) -> None:
     """The connection has taken the whole response."""
     until_ended(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: %s\r\n\r\n" % header.encode(), responds=True)
+
+
+def test_unread_end_of_a_response_is_kept_as_long_as_the_rest(short_times: None) -> None:
+    """With ``--client-stall-timeout``, a client may also leave the last part unread for so long."""
+    with pytest.raises(TimeoutError):
+        until_ended(START, b"\r\n", responds=True, stall_timeout=60.0, patience=0.3)
 
 
 def test_unread_response_is_aborted(short_times: None) -> None:

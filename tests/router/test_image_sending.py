@@ -656,7 +656,7 @@ def test_prompts_that_must_not_be_handed_off_need_a_decode_node_that_encodes() -
 
 
 def test_choices_that_compute_an_image_need_a_decode_node_that_encodes() -> None:
-    """They share full blocks only. Without such a node, the decode node says so."""
+    """They share full blocks. Without such a node, the decode node copies the last block."""
     p = view("p", "prefill", INPUT)
     d = view("d", "decode", None)
     seeing = view("e", "decode", INPUT)

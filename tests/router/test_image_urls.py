@@ -382,9 +382,9 @@ def test_hostile_server_costs_its_limit_at_most(name: str) -> None:
 # ------------------------------------------------------------ in a router
 
 
-def load(sources: Sequence[ImageSource], rule: FetchRule) -> list[Any]:
+def load(sources: Sequence[ImageSource], rule: FetchRule, metrics: RouterMetrics | None = None) -> list[Any]:
     async def body() -> list[Any]:
-        loader = ImageLoader(1 << 30, RouterMetrics(), fetchers=Fetchers(rule))
+        loader = ImageLoader(1 << 30, metrics or RouterMetrics(), fetchers=Fetchers(rule))
         try:
             return list(await asyncio.gather(loader.load(sources, ACCEPTED), return_exceptions=True))
         finally:
@@ -413,6 +413,23 @@ def test_errors_name_the_image(answer: Answer, words: str) -> None:
     assert isinstance(error, RequestError)
     assert str(error).startswith(words)
     assert error.param == NAME
+
+
+def test_metrics_count_fetches() -> None:
+    def answer(connection: socket.socket, path: str) -> None:
+        connection.sendall(response(PNG) if path == "/a.png" else response(b"", "404 Not Found"))
+
+    metrics = RouterMetrics()
+    with serving(answer) as server:
+        load([ImageSource("", NAME, server.url())], rule(server), metrics)
+        load([ImageSource("", NAME, server.url("/b.png"))], rule(server), metrics)
+    exported = metrics.export().decode()
+    for line in (
+        'pdserve_image_fetch_seconds_count{outcome="fetched"} 1.0',
+        'pdserve_image_fetch_seconds_count{outcome="refused"} 1.0',
+        'pdserve_image_fetch_seconds_count{outcome="failed"} 0.0',
+    ):
+        assert line in exported
 
 
 def test_a_request_has_few_connections_and_few_urls() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_a_file_of_another_version_is_refused(open_database: Callable[..., Respo
     database = open_database(100_000_000)
     database._connection.execute("PRAGMA user_version = 2")
     database.close()
-    with pytest.raises(ConfigError, match="version 2, not 3; choose another file"):
+    with pytest.raises(ConfigError, match="version 2, not 4; choose another file"):
         open_database(100_000_000)
 
 
@@ -212,3 +213,62 @@ def test_unknown_fields_of_items_are_not_kept() -> None:
     assert second == {**call, "status": "completed"}
     assert (third["output"], third["id"][:4]) == ([text], "fco_")
     assert (fourth["content"], fourth["summary"]) == ([{"type": "reasoning_text", "text": "x"}], [])
+
+
+def image(name: str, size: int = 10_000) -> dict[str, Any]:
+    return {"type": "input_image", "image_url": f"data:image/png;base64,{name * size}", "detail": "auto"}
+
+
+def asked(*images: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "input_text", "text": "What?"}, *images], **fields}
+
+
+def test_responses_share_images_and_the_last_one_frees_them(open_database: Callable[..., ResponseDatabase]) -> None:
+    database = open_database()
+    conversation: list[dict[str, Any]] = []
+    sizes = []
+    for turn in range(4):
+        conversation.append(asked(*([image("a"), image("b"), image("a")] if turn < 2 else []), id=f"msg_{turn}"))
+        put_items(database, encode_items(conversation), str(turn))
+        sizes.append(database.num_bytes)
+    assert 20_000 < sizes[0] < 22_000
+    assert all(after - before < 5_000 for before, after in pairwise(sizes))
+    database.close()
+    database = open_database()
+    assert database.num_bytes == sizes[-1]
+    for turn in (0, 2, 3):
+        database.delete("a", str(turn))
+        items, _ = find_conversation(database, "a", "1", [])
+        assert [item["content"][1:] for item in items] == [[image("a"), image("b"), image("a")]] * 2
+        assert items[0]["content"][1]["image_url"] is items[1]["content"][3]["image_url"], "equal images share memory"
+    assert database.num_bytes > 20_000
+    database.delete("a", "1")
+    assert (database.num_entries, database.num_bytes) == (0, 0)
+
+
+def test_images_of_an_owner_are_not_those_of_others(open_database: Callable[..., ResponseDatabase]) -> None:
+    database = open_database()
+    for owner in ("a", "b"):
+        database.put(Entry(owner, "1", "completed", False, b"{}", 1, encode_items([asked(image("a"), id="msg")])))
+    both = database.num_bytes
+    database.delete("a", "1")
+    assert database.num_bytes == both // 2
+    (item,), _ = find_conversation(database, "b", "1", [])
+    assert item["content"][1] == image("a")
+
+
+def test_a_client_s_digest_names_no_image() -> None:
+    part = {**image("a"), "digest": "0" * 64, "image_url": "data:,"}
+    (item,) = encode_items([asked(part), asked(image("b"))]).decoded()[:1]
+    assert item["content"][1] == {"type": "input_image", "image_url": "data:,", "detail": "auto"}
+
+
+def test_images_of_a_conversation_count_as_often_as_it_has_them() -> None:
+    database = ResponseDatabase(":memory:", StoreLimits(1_000_000, 100.0, 25_000))
+    put_items(database, encode_items([asked(image("a"), image("a"))]))
+    assert len(find_conversation(database, "a", "1", [])[0]) == 1
+    put_items(database, encode_items([asked(image("a"), image("a"), image("a"))]), "2")
+    with pytest.raises(RequestError, match="more than 25000 bytes; compact"):
+        find_conversation(database, "a", "2", [])
+    with pytest.raises(Exception, match="allows 250000 per response"):
+        put_items(database, encode_items([asked(*[image("a")] * 30)]), "3")

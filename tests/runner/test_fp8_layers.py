@@ -18,7 +18,8 @@ from torch import Tensor
 
 import runner
 from pdserve.config.parallel import choose_parallel_config
-from pdserve.config.resolution.quantized_layers import kept_problem
+from pdserve.config.resolution.quantized_layers import KeptLayers, keep_layers, kept_problem
+from pdserve.config.resolve import stored_weights
 from pdserve.model.model_config import load_model_config
 from pdserve.model.quantization.kept_weights import is_linear
 from pdserve.protocols import ModelRunner
@@ -29,7 +30,7 @@ from runner.kernels.products import fp8_products
 from runner.kernels.products.fp8_few_tokens import FewTokens
 from runner.kernels.reference import silu_and_mul
 from runner.models.layers.weight_shard import ShardRange, WeightGroup, WeightShard
-from runner.models.quantization import ExpertsShard, fp8
+from runner.models.quantization import ExpertsShard, GatedActivation, fp8
 from runner.models.quantization.fp8 import E4M3, Fp8LinearMethod
 from runner.models.quantization.fp8_at_load import QuantizedRows, ScalesOfRows
 from runner.models.quantization.fp8_experts import Fp8Experts
@@ -155,7 +156,9 @@ def test_shards_of_fp8_experts_sum_to_the_whole(use_triton: bool) -> None:
     )
 
     def filled(local: range, part: ShardRange) -> Fp8Experts:
-        experts = Fp8Experts(ExpertsShard(local, num_experts, hidden, part), silu_and_mul, placement, options)
+        experts = Fp8Experts(
+            ExpertsShard(local, num_experts, hidden, part), GatedActivation(silu_and_mul), placement, options
+        )
         group = WeightGroup(experts.weight_shards, experts.process_weights_after_loading)
 
         def fill_all(shards: Mapping[str, WeightShard]) -> None:
@@ -406,34 +409,67 @@ def test_projections_from_latents_are_dequantized(version: str, q_lora_rank: int
     assert [result.output for result in results] == [reference_greedy(reference, prompt, 3) for prompt in prompts]
 
 
-def test_rotated_rows_of_two_scale_blocks_are_refused(tmp_path: Path) -> None:
+def kept_of(directory: Path, **sizes: Any) -> KeptLayers:
+    model = load_model_config(directory)
+    parallel = choose_parallel_config(model, **{"pp": 1, "tp": 1, **sizes})
+    kept = keep_layers(model, parallel, stored_weights(model, directory))
+    assert kept_problem(model, parallel, kept) == ""
+    return kept
+
+
+def reasons(kept: KeptLayers) -> dict[str, str]:
+    return {part: item.reason for item in kept.dequantized for part in item.parts}
+
+
+def test_rotated_rows_of_two_scale_blocks_are_dequantized(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "deepseek_v3", **LATENT_SIZES | {"qk_nope_head_dim": 120})
-    model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))
-    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=1))
-    assert problem == "V2 reorders the 16 rotated outputs of q_b_proj from 120 on, which lie in two scale blocks of 128"
+    kept = kept_of(quantize(plain, tmp_path / "quantized", "fp8 blocks"))
+    problem = "V2 reorders the 16 rotated outputs of q_b_proj from 120 on, which lie in two scale blocks of 128"
+    assert reasons(kept) == {"kv_b_proj": "V2 keeps linear layers and experts", "q_b_proj": problem}
+    assert "0.q_b_proj" not in kept.forms
+    assert "0.o_proj" in kept.forms
 
 
-def test_tensor_shards_that_cut_scale_blocks_are_refused(tmp_path: Path) -> None:
+def test_tensor_shards_that_cut_scale_blocks_are_dequantized(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
-    model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))
-    assert kept_problem(model, choose_parallel_config(model, pp=2, tp=1)) == ""
-    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=2))
-    assert problem == "tp 2 gives o_proj 64 inputs per shard, which cuts its scale blocks of 128"
+    quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
+    assert not reasons(kept_of(quantized, pp=2))
+    assert reasons(kept_of(quantized, tp=2)) == {
+        "o_proj": "tp 2 gives o_proj 64 inputs per shard, which cuts its scale blocks of 128; tp 1 keeps it",
+        "down_proj": "tp 2 gives down_proj 160 inputs per shard, which cuts its scale blocks of 128; tp 1 keeps it",
+    }
 
 
-def test_experts_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None:
-    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", hidden_size=256, head_dim=64, moe_intermediate_size=192)
-    model = load_model_config(quantize(plain, tmp_path / "quantized", "fp8 blocks"))
-    assert kept_problem(model, choose_parallel_config(model, pp=1, tp=1)) == ""
-    assert kept_problem(model, choose_parallel_config(model, pp=1, tp=2, ep=2)) == ""
-    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=2))
-    assert problem == "tp 2 gives the experts' down_proj 96 inputs per shard, which cuts its scale blocks of 128"
-    fused = "model.layers.0.mlp.experts.gate_up_proj"
-    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=1), (), [fused])
-    assert problem == f"V2 keeps experts that are stored one by one, but {fused} has all of a layer"
+def test_experts_that_cannot_be_kept_are_dequantized_by_name(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 128, "moe_intermediate_size": 192}
+    quantized = quantize(
+        make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes), tmp_path / "quantized", "fp8 blocks"
+    )
+    assert not reasons(kept_of(quantized))
+    assert not reasons(kept_of(quantized, tp=2, ep=2))
+    problem = "tp 2 gives the experts' down_proj 96 inputs per shard, which cuts its scale blocks of 128; tp 1 keeps it"
+    assert reasons(kept_of(quantized, tp=2)) == {"experts": problem}
+    tensors = load_file(quantized / "model.safetensors")
+    first = [name for name in tensors if name.startswith("model.layers.0.mlp.experts.")]
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in first}
+    fused = "model.layers.0.mlp.experts"
+    tensors |= {
+        f"{fused}.gate_up_proj": torch.zeros(8, 384, 256).to(E4M3),
+        f"{fused}.down_proj": torch.zeros(8, 256, 192),
+    }
+    tensors[f"{fused}.gate_up_proj_scale_inv"] = torch.ones(8, 3, 2)
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    problem = "down_proj beside them is stored unquantized"
+    assert reasons(kept_of(quantized)) == {"experts": problem}
+    tensors[f"{fused}.down_proj"] = tensors[f"{fused}.down_proj"].to(E4M3)
+    tensors[f"{fused}.down_proj_scale_inv"] = torch.ones(8, 2, 2)
+    save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
+    assert reasons(kept_of(quantized)) == {
+        "experts": "V2 keeps experts that are stored one by one; one tensor has all of a layer"
+    }
 
 
-def test_a_linear_layer_that_is_left_out_is_named(tmp_path: Path) -> None:
+def test_a_layer_with_a_projection_left_out_is_dequantized(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
     quantized = quantize(plain, tmp_path / "quantized", "fp8 blocks")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -441,6 +477,13 @@ def test_a_linear_layer_that_is_left_out_is_named(tmp_path: Path) -> None:
     tensors[name] = load_file(plain / "model.safetensors")[name]
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
-    model = load_model_config(quantized)
-    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=1), [name, "model.norm.weight"])
-    assert problem == f"V2 needs all linear layers in fp8, but {name} is stored unquantized"
+    kept = kept_of(quantized)
+    assert reasons(kept) == {"gate_proj": "up_proj beside them is stored unquantized"}
+    assert "0.gate_proj" in kept.forms
+    assert not {"1.gate_proj", "1.up_proj"} & kept.forms.keys()
+    config = node_config(quantized, runner="V2", attention_backend="triton", device=DEVICE.type, num_blocks=8)
+    model_runner = runner.build(config, lambda stage, fraction: None)
+    assert decoder_of(model_runner).layers[1].mlp.block._gate_up._linear.weight.dtype == torch.float32
+    assert decoder_of(model_runner).layers[1].mlp.block._down._linear.weight.dtype == E4M3
+    (result,) = Stepper(model_runner).generate([PROMPT], 2)
+    assert result.output == reference_greedy(reference_model(plain), PROMPT, 2)

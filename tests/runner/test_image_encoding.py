@@ -116,7 +116,9 @@ def build(
     return runner.build(config, lambda stage, fraction: None)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.slow] * kind.endswith("moe")) for kind in KINDS]
+)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(make_checkpoint(tmp_path_factory.mktemp("encoding") / request.param, request.param))
 

@@ -310,7 +310,7 @@ def test_a_native_family_serves_the_text_model_of_a_multimodal_checkpoint(tmp_pa
         ({"layer_types": ["conv", "full_attention"]}, "short convolutions"),
         ({"model_type": "deepseek_v32", "index_topk": 2048}, "DeepSeek sparse attention .index_topk"),
         ({"layer_types": [{"a": 1}, "compressed_sparse_attention"]}, "DeepSeek sparse attention"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "ModelOpt quantized .'NVFP4'"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}}, "ModelOpt quantized .'MXFP8'"),
     ],
 )
 def test_a_true_refusal_says_what_the_model_has(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

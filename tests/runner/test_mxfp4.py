@@ -17,7 +17,7 @@ from weight_patches import write_patch
 
 import runner
 from pdserve.config.parallel import choose_parallel_config
-from pdserve.config.resolution.quantized_layers import kept_problem
+from pdserve.config.resolution.quantized_layers import keep_layers, kept_problem
 from pdserve.errors import CheckpointError
 from pdserve.model.model_config import load_model_config
 from pdserve.model.moe import MoEConfig
@@ -306,10 +306,13 @@ def test_changed_weights_are_packed_again(tmp_path: Path) -> None:
 def test_experts_that_cannot_be_kept_are_refused_by_name(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "gpt_oss", **SIZES)
     model = load_model_config(quantize(plain, tmp_path / "quantized", "mxfp4"))
-    assert kept_problem(model, choose_parallel_config(model, pp=1, tp=2)) == ""
-    assert kept_problem(model, choose_parallel_config(model, pp=1, tp=4, ep=4)) == ""
-    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=4))
-    assert problem == "tp 4 gives the experts' down_proj 16 inputs per shard, which cuts its scale blocks of 32"
+
+    def problem(unquantized: tuple[str, ...] = (), **sizes: Any) -> str:
+        parallel = choose_parallel_config(model, **{"pp": 1, **sizes})
+        return kept_problem(model, parallel, keep_layers(model, parallel), unquantized)
+
+    assert problem(tp=2) == ""
+    assert problem(tp=4, ep=4) == ""
+    assert problem(tp=4) == "tp 4 gives the experts' down_proj 16 inputs per shard, which cuts its scale blocks of 32"
     name = "model.layers.1.mlp.experts.down_proj"
-    problem = kept_problem(model, choose_parallel_config(model, pp=1, tp=1), [name])
-    assert problem == f"V2 needs all experts in MXFP4, but {name} is stored unquantized"
+    assert problem((name,), tp=1) == f"V2 needs all experts in MXFP4, but {name} is stored unquantized"

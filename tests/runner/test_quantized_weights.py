@@ -249,9 +249,7 @@ def test_the_dequantized_size_counts_and_is_said(impl: str, tmp_path: Path) -> N
     (said,) = (choice for choice in config.choices if choice.startswith("weights="))
     assert "compressed-tensors, dequantized when loaded: 0.00 GiB stored take 0.00 GiB of memory in float32" in said
     assert config.decision.runner == "V1"
-    with pytest.raises(
-        ConfigError, match="quantization: V2 runs unquantized, FP8 and MXFP4 weights; these are compressed-tensors"
-    ):
+    with pytest.raises(ConfigError, match=r"V2 runs unquantized, FP8, .*; these are compressed-tensors"):
         resolved(quantized, impl, PDSERVE_USE_V2_MODEL_RUNNER="1")
 
 

@@ -87,3 +87,11 @@ def test_kernels_of_latent_attention_compile_for_hopper() -> None:
 def test_all_products_keep_their_operands() -> None:
     check([f"{kind}:{rows}" for kind in ("gated", "plain") for rows in (16, 32, 64, 128)])
     check(["attention:0", "attention:128"])
+
+
+@pytest.mark.slow
+def test_products_of_four_bit_weights_keep_their_operands() -> None:
+    """Few rows are multiplied without registers that a product may still read."""
+    forms = ("nvfp4", "mxfp4", "awq", "int4", "channel")
+    results = compiled([f"four_bits:{form}:{rows}" for form in forms for rows in (1, 32, 64)])
+    assert [result for result in results if result["overwritten"] or result["spilled"]] == []

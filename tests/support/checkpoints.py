@@ -23,8 +23,10 @@ from pdserve.checkpoint.safetensors_header import read_header
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
 from pdserve.config.parallel import choose_parallel_config, shard_of
+from pdserve.config.resolution.at_load import quantized_at_load
 from pdserve.config.resolution.images import choose_images
-from pdserve.config.resolution.quantized_layers import keep_quantized, quantized_at_load
+from pdserve.config.resolution.quantized_layers import keep_layers, keep_quantized
+from pdserve.config.resolve import stored_weights
 from pdserve.config.runner_oracle import Decision
 from pdserve.kv.layout import FP8_E4M3, KVLayout, KVScales
 from pdserve.kv.states import StateLayout
@@ -446,7 +448,10 @@ def node_config(
     ``encodes`` whether the node's role computes prompts.
     """
     decision = Decision(runner=runner, reasons=("test",))
-    model = keep_quantized(quantized_at_load(load_model_config(model_dir, impl), quantization), decision)
+    model = quantized_at_load(load_model_config(model_dir, impl), quantization)
+    weights = stored_weights(model, model_dir) if load_format == "auto" else None
+    kept = keep_layers(model, choose_parallel_config(model, pp, tp, stage_layers, ep), weights)
+    model = keep_quantized(model, decision, kept, dtype)
     head = None if draft_head is None else load_eagle3(draft_head, model.sizes_for_head)
     model = model.with_draft_layers(draft_layers if head is None else 1, head)
     layout = KVLayout(

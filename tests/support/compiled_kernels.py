@@ -1,7 +1,7 @@
 """Compiles kernels for Hopper, without a GPU, and prints the findings of ``sass.py``, a line of JSON each.
 
     python tests/support/compiled_kernels.py gated:TILE_ROWS plain:TILE_ROWS attention:WINDOW delta:KERNEL …
-    python tests/support/compiled_kernels.py latent:KERNEL …
+    python tests/support/compiled_kernels.py latent:KERNEL four_bits:FORM:ROWS …
 
 It must run without TRITON_INTERPRET=1, and so in a process of its own.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from four_bit_weights import AWQ, MXFP4, NVFP4, channel
 from sass import count_register_products, count_spills, find_overwritten
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,6 +27,7 @@ from pdserve.model.attention_spec import AttentionSpec
 from runner.kernels import activation, gated_delta, gated_delta_chunks, norm, tiles
 from runner.kernels.attention import decode_attention, latents, prefill_attention
 from runner.kernels.experts import grouped_mxfp4, mxfp4_words
+from runner.kernels.four_bits import products
 from runner.placement import TensorPlacement
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -124,7 +126,23 @@ def latent(name: str) -> str:
     )
 
 
+def four_bits(name: str) -> str:
+    """Return the code of products with 4-bit weights of Llama 8B's size."""
+    form_name, _, rows = name.partition(":")
+    form = {"nvfp4": NVFP4, "mxfp4": MXFP4, "awq": AWQ, "int4": AWQ._replace(group=32), "channel": channel(4096)}[
+        form_name
+    ]
+    tiles = products.choose_tiles(int(rows), 4096, 4096, torch.bfloat16, processors=132)
+    assert tiles is not None
+    waits = grouped_mxfp4.overwrites_operands((9, 0), triton.__version__)
+    options = products.kernel_options(form, 4096, 4096, torch.bfloat16, tiles) | {"WAITS": waits}
+    kinds = {"zeros": "*i32", "output_scales": "*fp32", "parts": "*fp32", "arrived": "*i32"}
+    return sass_of(products._product_kernel, options | {"HAS_BIAS": True, "PDL": int(rows) == 1}, kinds)
+
+
 def code_of(kind: str, variant: str) -> str:
+    if kind == "four_bits":
+        return four_bits(variant)
     if kind in ("delta", "latent"):
         return delta(variant) if kind == "delta" else latent(variant)
     return attention(int(variant)) if kind == "attention" else mxfp4(int(variant), gated=kind == "gated")

@@ -13,7 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from image_checkpoints import CELL, MERGE_SIZE, ImageReference, random_image
+from image_checkpoints import CELL, ImageReference, random_image
 from PIL import Image, ImageOps
 
 Message = dict[str, Any]
@@ -153,12 +153,10 @@ def library_prompt(reference: ImageReference, messages: Sequence[Message]) -> tu
     """Return token ids, with a placeholder for each token of an image, and the images, upright."""
     images = [opened(part["image_url"]["url"]) for message in messages for part in _parts(message) if _is_image(part)]
     text = reference.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    grids = reference.processed(images)[1].tolist() if images else []
-    counts = iter([height * width // MERGE_SIZE**2 for _, height, width in grids])
+    expanded = map(reference.tokens_of, images)
     ids: list[int] = []
     for token in reference.tokenizer.encode(text, add_special_tokens=False):
-        is_image = token == reference.config["image_token_id"]
-        ids += [token] * (next(counts) if is_image else 1)
+        ids += next(expanded) if token == reference.image_token_id else [token]
     return ids, images
 
 

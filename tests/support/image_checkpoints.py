@@ -335,6 +335,13 @@ class ImageReference:
         output = self.model.model.visual(values, grid_thw=grids)
         return output.pooler_output, getattr(output, "deepstack_features", None) or ()
 
+    def tokens_of(self, image: Image.Image) -> list[int]:
+        """Return the tokens in place of an image's placeholder."""
+        *_, height, width = self.processed([image])[1][0].tolist()
+        if self.is_pixtral:
+            return self._pixtral_tokens(height // 28, width // 28)
+        return [self.image_token_id] * (height * width // MERGE_SIZE**2)
+
     def prompt(self, *parts: str | Image.Image) -> tuple[list[int], Images]:
         """Return token ids with all tokens of images, and the spans of the images, without digests."""
         ids: list[int] = []

@@ -16,7 +16,7 @@ import transformers
 from any_models import make_any_checkpoint
 from checkpoints import make_checkpoint
 from image_checkpoints import stored_form
-from quantized_checkpoints import quantize
+from quantized_checkpoints import FORMATS, FOUR_BITS, quantize
 from safetensors.torch import load_file, save_file
 
 _SIZES = {
@@ -45,6 +45,8 @@ _VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {
 _DEEPSEEK_ROPE = {"beta_slow": 1, "original_max_position_embeddings": 16}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
         "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}  # fmt: skip
+
+_W4A16 = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
 
 
 class Published(NamedTuple):
@@ -166,6 +168,16 @@ def qwen3_5_moe(path: Path) -> Published:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
                "shared_expert_intermediate_size": 48}  # fmt: skip
     return _with_mtp(_multimodal(path, _qwen3_5("Qwen3_5Moe", experts), tied=False, new_names=True))
+
+
+def qwen3_6_nvfp4(path: Path) -> Published:
+    """Like nvidia's Qwen3.6-27B-NVFP4: ``qwen3_5`` in mixed precision, with a plain layer that predicts tokens."""
+    return _in_fp8_and_nvfp4(qwen3_5(path))
+
+
+def qwen3_6_moe_nvfp4(path: Path) -> Published:
+    """Like nvidia's Qwen3.6-35B-A3B-NVFP4: its experts are stored one by one."""
+    return _in_fp8_and_nvfp4(qwen3_5_moe(path))
 
 
 def qwen3_5_moe_alone(path: Path) -> Published:
@@ -321,6 +333,8 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "Qwen3.5": qwen3_5,
     "Qwen3.5 with experts": qwen3_5_moe,
     "Qwen3.5 with experts, the text alone": qwen3_5_moe_alone,
+    "Qwen3.6 in NVFP4": qwen3_6_nvfp4,
+    "Qwen3.6 with experts in NVFP4": qwen3_6_moe_nvfp4,
     "Qwen3-Next": qwen3_next,
     "DeepSeek-V2-Lite": deepseek_v2_lite,
     "Kimi-K2": kimi_k2,
@@ -373,6 +387,53 @@ def _renamed(source: Path, target: Path, rename: Callable[[str], str]) -> Path:
     tensors = {rename(name): tensor for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     return target
+
+
+def _in_fp8_and_nvfp4(plain: Published) -> Published:
+    """Store what ModelOpt's mixed precision does: attention in FP8; MLPs, experts one by one, and the head in NVFP4."""
+    reference = load_file(plain.reference / "model.safetensors")
+    published = load_file(plain.checkpoint / "model.safetensors")
+    layers: dict[str, Any] = {}
+    for name in [name for name in reference if "language_model" in name or name == "lm_head.weight"]:
+        module = name.removesuffix(".weight")
+        part = module.rpartition(".")[2]
+        if ".experts." in name:
+            parts, reference[name] = _experts_in_nvfp4(
+                module.rpartition(".")[0], reference[name], part == "gate_up_proj"
+            )
+            layers[module.rpartition(".")[0]] = _W4A16
+        elif module.endswith("_proj") or part in ("lm_head", "in_proj_qkv", "in_proj_z"):
+            is_attention = "attn" in name
+            layers[module] = {"quant_algo": "FP8"} if is_attention else _W4A16
+            form = FORMATS["modelopt fp8"] if is_attention else FOUR_BITS["nvfp4"]
+            parts, reference[name] = form.quantize(module, reference[name])
+        else:
+            continue
+        del published[name]
+        published |= parts
+    save_file(
+        {name: tensor.contiguous() for name, tensor in reference.items()},
+        plain.reference / "model.safetensors",
+        {"format": "pt"},
+    )
+    save_file(published, plain.checkpoint / "model.safetensors", {"format": "pt"})
+    options = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "quant_method": "modelopt",
+               "ignore": ["model.visual*", "mtp*"], "quantized_layers": layers}  # fmt: skip
+    config = json.loads((plain.checkpoint / "config.json").read_text())
+    (plain.checkpoint / "config.json").write_text(json.dumps({**config, "quantization_config": options}))
+    return plain
+
+
+def _experts_in_nvfp4(module: str, fused: torch.Tensor, gated: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the tensors of each expert, and the rounded fused one [experts, outputs, inputs]."""
+    stored: dict[str, torch.Tensor] = {}
+    rounded = torch.empty_like(fused)
+    for expert, weight in enumerate(fused):
+        names = ("gate_proj", "up_proj") if gated else ("down_proj",)
+        for rows, name in zip(torch.arange(len(weight)).chunk(len(names)), names, strict=True):
+            parts, rounded[expert, rows] = FOUR_BITS["nvfp4"].quantize(f"{module}.{expert}.{name}", weight[rows])
+            stored |= parts
+    return stored, rounded
 
 
 def _in_fp8(plain: Published) -> Published:

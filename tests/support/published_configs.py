@@ -331,6 +331,55 @@ _MODELOPT_FP8 = {
     "producer": {"name": "modelopt", "version": "0.37.0"},
     "quant_algo": "FP8",
 }
+_MODELOPT_MIXED = {
+    "exclude_modules": ["lm_head", "mtp*", "model.visual*"],
+    "kv_cache_quant_algo": "FP8",
+    "producer": {"name": "modelopt", "version": "0.46.0"},
+    "quant_algo": "MIXED_PRECISION",
+    "quant_method": "modelopt",
+    "quantized_layers": {
+        **{
+            f"model.layers.{layer}.self_attn.{name}_proj": {"quant_algo": "FP8"}
+            for layer in range(4)
+            for name in "qkvo"
+        },
+        **{
+            f"model.layers.{layer}.mlp.{name}_proj": {"group_size": 16, "quant_algo": "W4A16_NVFP4"}
+            for layer in range(4)
+            for name in ("gate", "up", "down")
+        },
+        "lm_head": {"group_size": 16, "quant_algo": "W4A16_NVFP4"},
+    },
+}
+_NVFP4_ARGS = {
+    "actorder": None,
+    "block_structure": None,
+    "group_size": 16,
+    "num_bits": 4,
+    "strategy": "tensor_group",
+    "symmetric": True,
+    "type": "float",
+}
+_COMPRESSED_NVFP4 = {
+    "config_groups": {
+        "group_0": {
+            "format": "nvfp4-pack-quantized",
+            "input_activations": {**_NVFP4_ARGS, "dynamic": "local", "observer": "minmax"},
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {**_NVFP4_ARGS, "dynamic": False, "observer": "static_minmax"},
+        }
+    },
+    "format": "nvfp4-pack-quantized",
+    "global_compression_ratio": None,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "sparsity_config": {},
+    "transform_config": {},
+    "version": "0.12.0",
+}
 _AUTO_ROUND = {
     "autoround_version": "0.5.1",
     "bits": 4,
@@ -476,6 +525,17 @@ PUBLISHED: dict[str, PublishedConfig] = {
             "producer": {"name": "modelopt", "version": "0.31.0"},
             "quantization": {"exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8", "quant_algo": "FP8"}}
     ),
+    "Llama-3.1-8B-Instruct-NVFP4": PublishedConfig(
+        _llama(quantization_config={**_MODELOPT_FP8, "quant_algo": "NVFP4", "quant_method": "modelopt"})
+    ),
+    "Llama-3.1-8B-Instruct-FP4 beside its options": PublishedConfig(
+        _llama(), options={
+            "producer": {"name": "modelopt", "version": "0.23.0"},
+            "quantization": {"exclude_modules": ["lm_head"], "group_size": 16, "kv_cache_quant_algo": "FP8",
+                             "quant_algo": "NVFP4"}}
+    ),
+    "Qwen3-8B-NVFP4 of llm-compressor": PublishedConfig(_qwen3(quantization_config=_COMPRESSED_NVFP4)),
+    "Qwen3-8B in FP8 and NVFP4": PublishedConfig(_qwen3(quantization_config=_MODELOPT_MIXED)),
     "Qwen3-8B-int4-AutoRound": PublishedConfig(_qwen3(quantization_config=_AUTO_ROUND)),
     "Qwen3-8B-int4-AutoRound-AWQ": PublishedConfig(
         _qwen3(quantization_config={**_AUTO_ROUND, "packing_format": "auto_round:auto_awq",
@@ -553,10 +613,6 @@ PUBLISHED: dict[str, PublishedConfig] = {
     ),
     "Mistral-7B-4bit of an older MLX": PublishedConfig(
         _causal("MistralForCausalLM", "mistral", quantization={"bits": 4, "group_size": 64}), r"Apple's MLX format"
-    ),
-    "Llama-3.1-8B-Instruct-NVFP4": PublishedConfig(
-        _llama(quantization_config={**_MODELOPT_FP8, "quant_algo": "NVFP4", "quant_method": "modelopt"}),
-        "ModelOpt quantized .'NVFP4'., which are not supported",
     ),
     "Qwen3-8B-unsloth-bnb-4bit": PublishedConfig(
         _qwen3(quantization_config={"bnb_4bit_compute_dtype": "bfloat16", "load_in_4bit": True,

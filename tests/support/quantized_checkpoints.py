@@ -101,68 +101,116 @@ def _int8_rows(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     )
 
 
-def _packed(bits: int, symmetric: bool) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
+def _packed(bits: int, symmetric: bool, group: int = GROUP) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
     def quantize(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
         half = 1 << bits - 1
-        values, scales, zeros = _grouped(weight, GROUP, -half, half - 1, symmetric)
+        size = group or weight.shape[1]
+        values, scales, zeros = _grouped(weight, size, -half, half - 1, symmetric)
+        narrow = symmetric or size > GROUP
         stored = {
             "weight_packed": pack(values + half, bits),
-            "weight_scale": scales.bfloat16().half() if symmetric else scales,
+            "weight_scale": scales.bfloat16().half() if narrow else scales,
             "weight_shape": torch.tensor(weight.shape),
         }
-        if symmetric:
-            scales = stored["weight_scale"].float()
-        else:
+        scales = stored["weight_scale"].float()
+        if not symmetric:
             stored["weight_zero_point"] = pack((zeros + half).t(), bits).t().contiguous()
-        return {f"{name}.{part}": tensor for part, tensor in stored.items()}, _spread(values, scales, zeros, GROUP)
+        return {f"{name}.{part}": tensor for part, tensor in stored.items()}, _spread(values, scales, zeros, size)
 
     return quantize
 
 
-def _packed_by_index(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+def _packed_by_index(group: int = GROUP) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
     """Activation order: columns are grouped by an index."""
-    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
-    values, scales, zeros = _grouped(weight[:, order], GROUP, -8, 7, symmetric=True)
-    back = order.argsort()
-    dequantized = _spread(values, scales, zeros, GROUP)[:, back]
-    stored = {
-        "weight_packed": pack(values[:, back] + 8, 4),
-        "weight_scale": scales,
-        "weight_g_idx": (back // GROUP).int(),
-        "weight_shape": torch.tensor(weight.shape),
-    }
-    return {f"{name}.{part}": tensor for part, tensor in stored.items()}, dequantized
 
-
-def _gptq(bits: int, *, desc_act: bool, symmetric: bool, offset: int) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
     def quantize(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
-        order = torch.arange(weight.shape[1])
-        if desc_act:
-            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(2))
-        half = 1 << bits - 1
-        values, scales, zeros = _grouped(weight[:, order], GROUP, -half, half - 1, symmetric)
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
+        values, scales, zeros = _grouped(weight[:, order], group, -8, 7, symmetric=True)
         back = order.argsort()
-        dequantized = _spread(values, scales, zeros, GROUP)[:, back]
+        dequantized = _spread(values, scales, zeros, group)[:, back]
         stored = {
-            "qweight": pack(values[:, back] + half, bits).t().contiguous(),
-            "qzeros": pack((zeros + half - offset).t(), bits),
-            "scales": scales.t().half().contiguous(),
-            "g_idx": (back // GROUP).int(),
+            "weight_packed": pack(values[:, back] + 8, 4),
+            "weight_scale": scales if group == GROUP else scales.half(),
+            "weight_g_idx": (back // group).int(),
+            "weight_shape": torch.tensor(weight.shape),
         }
         return {f"{name}.{part}": tensor for part, tensor in stored.items()}, dequantized
 
     return quantize
 
 
-def _awq(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
-    values, scales, zeros = _grouped(weight, GROUP, 0, 15, symmetric=False)
-    order = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's gemm
-    stored = {
-        "qweight": pack(values.t(), 4, order),
-        "qzeros": pack(zeros.t(), 4, order),
-        "scales": scales.t().half().contiguous(),
-    }
-    return {f"{name}.{part}": tensor for part, tensor in stored.items()}, _spread(values, scales, zeros, GROUP)
+def _gptq(
+    bits: int, *, desc_act: bool, symmetric: bool, offset: int, group: int = GROUP
+) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
+    def quantize(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+        size = group or weight.shape[1]
+        order = torch.arange(weight.shape[1])
+        if desc_act:
+            order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(2))
+        half = 1 << bits - 1
+        values, scales, zeros = _grouped(weight[:, order], size, -half, half - 1, symmetric)
+        back = order.argsort()
+        dequantized = _spread(values, scales, zeros, size)[:, back]
+        stored = {
+            "qweight": pack(values[:, back] + half, bits).t().contiguous(),
+            "qzeros": pack((zeros + half - offset).t(), bits),
+            "scales": scales.t().half().contiguous(),
+            "g_idx": (back // size).int(),
+        }
+        return {f"{name}.{part}": tensor for part, tensor in stored.items()}, dequantized
+
+    return quantize
+
+
+def _awq(group: int = GROUP) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
+    def quantize(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+        size = group or weight.shape[1]
+        values, scales, zeros = _grouped(weight, size, 0, 15, symmetric=False)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's gemm
+        stored = {
+            "qweight": pack(values.t(), 4, order),
+            "qzeros": pack(zeros.t(), 4, order),
+            "scales": scales.t().half().contiguous(),
+        }
+        return {f"{name}.{part}": tensor for part, tensor in stored.items()}, _spread(values, scales, zeros, size)
+
+    return quantize
+
+
+def _e2m1(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Return pairs of codes [rows, columns / 2], the even columns in the low four bits, and the values."""
+    table = torch.tensor([*FP4, *(-value for value in FP4)])
+    codes = (scaled[..., None] - table).abs().argmin(-1)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), table[codes]
+
+
+def nvfp4(compressed: bool) -> Callable[[str, Tensor], tuple[Stored, Tensor]]:
+    """ModelOpt stores the scale of the tensor, compressed-tensors its inverse."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+        whole = weight.abs().max() / (6 * 448)
+        scales = (weight.unflatten(1, (-1, 16)).abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+        inverse = 1 / whole
+        factor = 1 / inverse if compressed else whole
+        spread = scales.float().repeat_interleave(16, 1)
+        codes, values = _e2m1(torch.where(spread > 0, weight / (spread * factor), 0))
+        dequantized = values * spread * factor
+        if compressed:
+            stored = {"packed": codes, "scale": scales, "global_scale": inverse.reshape(1)}
+            stored = {f"{name}.weight_{part}": tensor for part, tensor in stored.items()}
+            return {**stored, f"{name}.input_global_scale": torch.tensor([7.0])}, dequantized
+        stored = {"weight": codes, "weight_scale": scales, "weight_scale_2": whole, "input_scale": torch.tensor(0.5)}
+        return {f"{name}.{part}": tensor for part, tensor in stored.items()}, dequantized
+
+    return quantize
+
+
+def _mxfp4(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    exponents = torch.frexp(weight.unflatten(1, (-1, 32)).abs().amax(2)).exponent - 3
+    spread = torch.exp2(exponents.float()).repeat_interleave(32, 1)
+    codes, values = _e2m1(weight / spread)
+    stored = {f"{name}.weight_packed": codes, f"{name}.weight_scale": (exponents + 127).to(torch.uint8)}
+    return stored, values * spread
 
 
 def _auto_round(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
@@ -246,12 +294,14 @@ FORMATS: dict[str, Format] = {
         _compressed("pack-quantized", num_bits=4, **_GROUPS, symmetric=False), _packed(4, symmetric=False)
     ),
     "compressed w4a16 order": Format(
-        _compressed("pack-quantized", num_bits=4, **_GROUPS, actorder="group"), _packed_by_index
+        _compressed("pack-quantized", num_bits=4, **_GROUPS, actorder="group"), _packed_by_index()
     ),
     "compressed w8a16": Format(_compressed("pack-quantized", num_bits=8, **_GROUPS), _packed(8, symmetric=True)),
-    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq()
+    ),
     "auto-round": Format(_AUTO_ROUND, _auto_round),
-    "auto-round awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False}, _awq),
+    "auto-round awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False}, _awq()),
     "gptq": Format(
         _gptq_config(4, desc_act=False, sym=True, checkpoint_format="gptq"),
         _gptq(4, desc_act=False, symmetric=True, offset=1),
@@ -269,25 +319,87 @@ FORMATS: dict[str, Format] = {
 }
 
 
+def _grouped_config(group: int) -> dict[str, Any]:
+    return (
+        {"strategy": "group", "group_size": group, "type": "int"} if group else {"strategy": "channel", "type": "int"}
+    )
+
+
+def _gptq_of(group: int, desc_act: bool, symmetric: bool, version: str) -> Format:
+    options = {"desc_act": desc_act, "sym": symmetric, "checkpoint_format": version, "group_size": group or -1}
+    offset = 1 if version == "gptq" else 0
+    return Format(
+        {**_gptq_config(4), **options},
+        _gptq(4, desc_act=desc_act, symmetric=symmetric, offset=offset, group=group),
+    )
+
+
+_MODELOPT = {"quant_method": "modelopt", "exclude_modules": ["lm_head"], "kv_cache_quant_algo": None}
+_MXFP4_GROUP = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
+#: Formats that V2 keeps in 4 bits: the groups of those above are too small for it.
+FOUR_BITS: dict[str, Format] = {
+    "nvfp4": Format({**_MODELOPT, "quant_algo": "NVFP4", "group_size": 16}, nvfp4(compressed=False)),
+    "compressed nvfp4": Format(
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        nvfp4(compressed=True),
+    ),
+    "compressed mxfp4": Format(_compressed("mxfp4-pack-quantized", **_MXFP4_GROUP), _mxfp4),
+    **{
+        f"awq {group}": Format(
+            {"quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": True, "version": "gemm"},
+            _awq(group),
+        )
+        for group in (32, 64, 0)
+    },
+    **{f"gptq {group}": _gptq_of(group, desc_act=False, symmetric=True, version="gptq") for group in (32, 64, 0)},
+    "gptq order": _gptq_of(32, desc_act=True, symmetric=True, version="gptq"),
+    "gptq zeros": _gptq_of(32, desc_act=False, symmetric=False, version="gptq"),
+    "gptq zeros order": _gptq_of(64, desc_act=True, symmetric=False, version="gptq_v2"),
+    **{
+        f"w4a16 {group}": Format(
+            _compressed("pack-quantized", num_bits=4, **_grouped_config(group)), _packed(4, symmetric=True, group=group)
+        )
+        for group in (32, 64, 0)
+    },
+    **{
+        f"w4a16 zeros {group}": Format(
+            _compressed("pack-quantized", num_bits=4, **_grouped_config(group), symmetric=False),
+            _packed(4, symmetric=False, group=group),
+        )
+        for group in (32, 0)
+    },
+    "w4a16 order": Format(
+        _compressed("pack-quantized", num_bits=4, **_grouped_config(32), actorder="group"), _packed_by_index(32)
+    ),
+    "auto-round 32": Format(
+        {**_AUTO_ROUND, "group_size": 32}, _gptq(4, desc_act=False, symmetric=True, offset=1, group=32)
+    ),
+}
+
+
 def quantize(plain: Path, quantized: Path, name: str) -> Path:
     """Write the quantized checkpoint of a float32 one, which gets the same numbers; return its directory."""
     shutil.copytree(plain, quantized)
-    (file,) = plain.glob("*.safetensors")
-    stored: Stored = {}
-    rounded: Stored = {}
     chosen = Format({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4_experts)
-    chosen = FORMATS.get(name, chosen)
-    for key, tensor in load_file(file).items():
-        module = key.removesuffix(".weight")
-        rounded[key] = stored[key] = tensor
-        is_experts = key.endswith(("gate_up_proj", "down_proj"))
-        if is_experts if name == "mxfp4" else module.split(".")[-1] in LINEARS and module != key:
-            del stored[key]
-            parts, rounded[key] = chosen.quantize(module, tensor)
-            stored.update(parts)
-    assert stored.keys() != rounded.keys(), f"no weight of {plain} is quantized"
-    save_file({key: tensor.contiguous() for key, tensor in rounded.items()}, file, {"format": "pt"})
-    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, quantized / file.name, {"format": "pt"})
+    chosen = {**FORMATS, **FOUR_BITS}.get(name, chosen)
+    num_quantized = 0
+    for file in plain.glob("*.safetensors"):
+        stored: Stored = {}
+        rounded: Stored = {}
+        for key, tensor in load_file(file).items():
+            module = key.removesuffix(".weight")
+            rounded[key] = stored[key] = tensor
+            is_experts = key.endswith(("gate_up_proj", "down_proj"))
+            if is_experts if name == "mxfp4" else module.split(".")[-1] in LINEARS and module != key:
+                del stored[key]
+                parts, rounded[key] = chosen.quantize(module, tensor)
+                stored.update(parts)
+                num_quantized += 1
+        save_file({key: tensor.contiguous() for key, tensor in rounded.items()}, file, {"format": "pt"})
+        save_file({key: tensor.contiguous() for key, tensor in stored.items()}, quantized / file.name, {"format": "pt"})
+    assert num_quantized, f"no weight of {plain} is quantized"
+    for index in quantized.glob("*.index.json"):
+        index.unlink()  # its tensors have other names
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps({**config, "quantization_config": chosen.config}))
     return quantized

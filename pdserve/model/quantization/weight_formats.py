@@ -11,16 +11,34 @@ from typing import Any
 
 import msgspec
 
-from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, StorageRule
+from pdserve.checkpoint.quantized_weights import (
+    AWQ,
+    FP4,
+    FP4_PACKED,
+    GPTQ,
+    MXFP4,
+    PACKED,
+    PLAIN,
+    StorageRule,
+)
 from pdserve.errors import ConfigError, shown
 from pdserve.kv.layout import DTYPE_BYTES
 
 UNQUANTIZED = "unquantized"
 FP8_AT_LOAD = "fp8_at_load"  # unquantized in the checkpoint, FP8 with a scale per output in memory
+NVFP4_AT_LOAD = "nvfp4_at_load"  # unquantized in the checkpoint, E2M1 with a scale per 16 inputs and one per output
+INT4_AT_LOAD = "int4_at_load"  # unquantized in the checkpoint, 4-bit integers with a scale per 128 inputs
+_NOT_STORED = (UNQUANTIZED, FP8_AT_LOAD, NVFP4_AT_LOAD, INT4_AT_LOAD)
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 _LARGEST_BLOCK = 1 << 20
 _E4M3 = ("e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn")  # MiniMax-M2 has the last one
-MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+#: ModelOpt's algorithms whose weights are read; MIXED_PRECISION names one of the others for each layer.
+MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+_NVFP4_GROUP = 16  # inputs that share a scale
+_MXFP4_GROUP = 32
+
+_COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_COMPRESSED_FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 Rules = tuple[StorageRule, ...]
 
@@ -83,9 +101,35 @@ def _fp8(options: Mapping[str, Any]) -> Rules:
 
 
 def _modelopt(options: Mapping[str, Any]) -> Rules:
-    """NVIDIA's ModelOpt: per tensor, or per channel. Scales of activations (``input_scale``) are not used."""
-    _choice(options, "quant_algo", tuple(map(str.lower, MODELOPT_ALGORITHMS)))
-    return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=block) for block in ((0, 0), (1, 0)))
+    """NVIDIA's ModelOpt. Scales of activations (``input_scale``) are not used."""
+    algorithm = _choice(options, "quant_algo", tuple(map(str.lower, MODELOPT_ALGORITHMS)))
+    if algorithm == "mixed_precision":
+        layers = options.get("quantized_layers")
+        if not isinstance(layers, dict) or not layers or not all(isinstance(layer, dict) for layer in layers.values()):
+            raise _Unsupported(f"quantized_layers {shown(layers)}; it must name the algorithm of each layer")
+        rules = [rule for layer in layers.values() for rule in _modelopt_layer(layer)]
+        return tuple(dict.fromkeys(rules))
+    return _modelopt_layer({**options, "quant_algo": algorithm})
+
+
+def _modelopt_layer(options: Mapping[str, Any]) -> Rules:
+    """FP8 per tensor or per channel, or NVFP4."""
+    algorithms = tuple(name.lower() for name in MODELOPT_ALGORITHMS if name != "MIXED_PRECISION")
+    if "nvfp4" not in _choice(options, "quant_algo", algorithms):
+        return tuple(StorageRule(packing=PLAIN, dtype="F8_E4M3", bits=8, block=block) for block in ((0, 0), (1, 0)))
+    _choice(options, "group_size", (_NVFP4_GROUP,), _NVFP4_GROUP)
+    return (_nvfp4(FP4),)
+
+
+def _nvfp4(packing: str) -> StorageRule:
+    return StorageRule(
+        packing=packing,
+        dtype="U8",
+        bits=4,
+        block=(1, _NVFP4_GROUP),
+        scale_dtypes=("F8_E4M3",),
+        has_global_scale=True,
+    )
 
 
 def _awq(options: Mapping[str, Any]) -> Rules:
@@ -103,14 +147,20 @@ def _gptq(options: Mapping[str, Any]) -> Rules:
     version = _choice(options, name, ("gptq", "gptq_v2"), "gptq")
     _choice(options, "is_marlin_format", (False,), False)
     _choice(options, "pack_dtype", ("int32",), "int32")
-    overrides = options.get("dynamic") or {}
-    if not isinstance(overrides, dict) or any(not name.startswith("-") for name in overrides):
-        raise _Unsupported("dynamic bits or group sizes per module; supported are modules that it leaves out (-:…)")
+    modules = options.get("dynamic") or {}
+    if not isinstance(modules, dict) or not all(isinstance(own, dict) for own in modules.values()):
+        raise _Unsupported(f"dynamic {shown(modules)}; it must be an object of modules' options")
+    own_options = [own for name, own in modules.items() if not name.startswith("-")]  # "-" leaves modules out
     meta = options.get("meta")
     quantizer = shown(meta.get("quantizer")) if isinstance(meta, dict) else ""
     offset = "" if version == "gptq_v2" else "word" if "gptqmodel" in quantizer else "field"
+    return tuple(dict.fromkeys(_gptq_rule({**options, **own}, offset) for own in ({}, *own_options)))
+
+
+def _gptq_rule(options: Mapping[str, Any], offset: str) -> StorageRule:
+    """Shapes of zeros and group indices tell weights of other bits and groups apart."""
     group_size = _group_size(options, "group_size")
-    rule = StorageRule(
+    return StorageRule(
         packing=GPTQ,
         dtype="I32",
         bits=_choice(options, "bits", (4, 8)),
@@ -119,7 +169,6 @@ def _gptq(options: Mapping[str, Any]) -> Rules:
         has_group_index=options.get("desc_act") is True and group_size > 0,
         zero_point_offset=offset,
     )
-    return (rule,)
 
 
 def _auto_round(options: Mapping[str, Any]) -> Rules:
@@ -128,27 +177,23 @@ def _auto_round(options: Mapping[str, Any]) -> Rules:
     form = next((form for form in (GPTQ, AWQ) if isinstance(packing, str) and packing.endswith(form)), None)
     if form is None:
         raise _Unsupported(f"packing_format {shown(packing)}; supported are auto_round:auto_gptq, auto_round:auto_awq")
-    _choice(options, "data_type", ("int",), "int")
     if options.get("act_bits") not in (None, 16, 32):
         raise _Unsupported(f"act_bits {shown(options['act_bits'])}; supported are activations of 16 bits")
     modules = options.get("extra_config") or {}
-    values = modules.values() if isinstance(modules, dict) else [modules]
-    if any(not isinstance(module, dict) or _differs(module, options) for module in values):
-        raise _Unsupported("bits or group sizes per module (extra_config); supported are modules left in 16 bits")
-    if form == AWQ:
-        return _awq({**options, "zero_point": True})
-    return _gptq({"bits": options.get("bits"), "group_size": options.get("group_size")})
-
-
-def _differs(module: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether AutoRound quantized a module otherwise than most."""
-    if module.get("bits") in (16, 32):
-        return False
-    return any(module.get(name) not in (None, options.get(name)) for name in ("bits", "group_size", "data_type"))
+    if not isinstance(modules, dict) or not all(isinstance(module, dict) for module in modules.values()):
+        raise _Unsupported(f"extra_config {shown(modules)}; it must be an object of modules' options")
+    own_options = [module for module in modules.values() if module.get("bits") not in (16, 32)]
+    names = ("bits", "group_size", "data_type")
+    variants = [{name: own.get(name) or options.get(name) for name in names} for own in ({}, *own_options)]
+    rules: list[StorageRule] = []
+    for variant in variants:
+        _choice(variant, "data_type", ("int",), "int")
+        rules += _awq({**variant, "zero_point": True}) if form == AWQ else _gptq(variant)
+    return tuple(dict.fromkeys(rules))
 
 
 def _mxfp4(options: Mapping[str, Any]) -> Rules:
-    return (StorageRule(packing=MXFP4, dtype="U8", bits=4, block=(1, 32)),)
+    return (StorageRule(packing=MXFP4, dtype="U8", bits=4, block=(1, _MXFP4_GROUP), scale_dtypes=("U8",)),)
 
 
 def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
@@ -171,8 +216,14 @@ def _compressed_tensors(options: Mapping[str, Any]) -> Rules:
         for group in groups.values()
         if group.get("weights") is not None
     )
-    if len({rule.bits for rule in rules if rule.packing == PACKED}) > 1:
-        raise _Unsupported("pack-quantized groups of different num_bits; supported is one number for all")
+    groups = {
+        bits: {rule.block[1] for rule in rules if rule.packing == PACKED and rule.bits == bits} for bits in (4, 8)
+    }
+    if any(four in (0, 2 * eight) or not eight for four in groups[4] for eight in groups[8]):
+        raise _Unsupported(
+            "pack-quantized groups of different num_bits whose shapes are equal; supported are group sizes that tell "
+            "them apart"
+        )
     return tuple(rules)
 
 
@@ -180,8 +231,10 @@ def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
     weights = group["weights"]
     if not isinstance(weights, dict):
         raise _Unsupported(f"weights {shown(weights)}; it must be an object")
-    stored = _choice(group, "format", ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"))
+    stored = _choice(group, "format", (*_COMPRESSED_FORMATS, *_COMPRESSED_FP4))
     is_float = _choice(weights, "type", ("int", "float"), "int") == "float"
+    if stored in _COMPRESSED_FP4:
+        return _compressed_fp4(weights, stored)
     if (stored == "float-quantized" and not is_float) or (stored in ("int-quantized", "pack-quantized") and is_float):
         raise _Unsupported(f"weights of type {shown(weights.get('type'))} in the format {stored}")
     bits = _choice(weights, "num_bits", (8,) if is_float else (4, 8), 8)
@@ -202,10 +255,21 @@ def _compressed_group(group: Mapping[str, Any]) -> StorageRule:
     )
 
 
-#: Formats by quant_method of a checkpoint's quantization_config, which names neither of the first two.
+def _compressed_fp4(weights: Mapping[str, Any], stored: str) -> StorageRule:
+    """NVFP4, or MXFP4 of linear layers, which has no scale of the tensor."""
+    rule = _nvfp4(FP4_PACKED)
+    if stored == "mxfp4-pack-quantized":
+        rule = StorageRule(packing=FP4_PACKED, dtype="U8", bits=4, block=(1, _MXFP4_GROUP), scale_dtypes=("U8",))
+    _choice(weights, "type", ("float",), "float")
+    _choice(weights, "num_bits", (4,), 4)
+    _choice(weights, "group_size", (rule.block[1],), rule.block[1])
+    _choice(weights, "symmetric", (True,), True)
+    return rule
+
+
+#: Formats by quant_method of a checkpoint's quantization_config, which names none of the first four.
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
-    UNQUANTIZED: WeightFormat(storage_rules=lambda options: ()),
-    FP8_AT_LOAD: WeightFormat(storage_rules=lambda options: ()),
+    **dict.fromkeys(_NOT_STORED, WeightFormat(storage_rules=lambda options: ())),
     "fp8": WeightFormat(storage_rules=_fp8),
     "fbgemm_fp8": WeightFormat(storage_rules=_fp8),
     "compressed-tensors": WeightFormat(storage_rules=_compressed_tensors),
@@ -219,7 +283,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 
 def stored_formats() -> list[str]:
     """Return the names that a checkpoint may give."""
-    return [name for name in WEIGHT_FORMATS if name not in (UNQUANTIZED, FP8_AT_LOAD)]
+    return [name for name in WEIGHT_FORMATS if name not in _NOT_STORED]
 
 
 def storage_rules(weight_format: str, options: Mapping[str, Any]) -> Rules | None:

@@ -118,9 +118,9 @@ def _page(database: ResponseDatabase, owner: str, response_id: str, query: Items
         end = len(ids) - 1 - ids[::-1].index(query.after) if query.after else len(ids)
         positions = range(end - 1, max(end - query.limit, 0) - 1, -1)
         has_more = end > query.limit
-    items = [msgspec.Raw(database.read_items(index, at, at + 1)) for at in positions]
+    items = [item for at in positions for item in database.read_items(index, at, at + 1)]
     first_id, last_id = (ids[positions[0]], ids[positions[-1]]) if positions else ("", "")
-    page = InputItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)  # type: ignore[arg-type]
+    page = InputItemList(data=items, first_id=first_id, last_id=last_id, has_more=has_more)
     return msgspec.json.encode(page)
 
 

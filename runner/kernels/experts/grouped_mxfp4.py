@@ -95,7 +95,7 @@ def _unpack(words, first, second, DOT: tl.constexpr):
 
 
 @triton.jit
-def _wait_for_products():
+def wait_for_products():
     """Wait until Hopper's tensor cores have read the registers of all products so far."""
     tl.inline_asm_elementwise(
         "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;",
@@ -181,7 +181,7 @@ def _multiply_tile(
                 total, words_at, scales_at, x_at, begin + part, inside, held[None, :], OUT, BLOCK_OUT, WORDS, DOT
             )
         if WAITS:
-            _wait_for_products()
+            wait_for_products()
     for group in tl.static_range(LOOPED, NUM_GROUPS):
         within = (column < IN - group * (4 * WORDS))[:, None]
         total = _add_group(
@@ -264,7 +264,8 @@ def overwrites_operands(capability: tuple[int, int], version: str) -> bool:
 
 
 @functools.cache
-def _waits() -> bool:
+def must_wait() -> bool:
+    """Whether steps must wait for their products with this GPU and compiler."""
     return not triton.knobs.runtime.interpret and overwrites_operands(
         torch.cuda.get_device_capability(), triton.__version__
     )
@@ -323,7 +324,7 @@ def grouped_mxfp4(
         ROWS_PER_TOKEN=count // x.shape[0],
         SORTED=rows.tokens is not None,
         BLOCK_ROWS=rows.tile_rows,
-        WAITS=_waits(),
+        WAITS=must_wait(),
         WORDS=mxfp4_words.WORDS,
         **options,
     )

@@ -93,7 +93,7 @@ class Eagle3Head:
         self.own_embedding = VocabParallelEmbedding(context) if self.table is None and embedding is None else None
         self._embedding = self.table or self.own_embedding or embedding
         self._fc = UnquantizedLinearMethod(self._inputs, self._size, False, mine.placement)
-        context.linears[self._inputs, self._size] = self._fc
+        context.linears[self._inputs, self._size, None] = self._fc
         sizes = [self._inputs] * head.norm_before_fc, [self._target_size] * (len(head.layers) * head.fc_norm)
         self._input_norms, self._fc_norms = (
             [NormWeight(size, mine.placement) for size in norm_sizes] for norm_sizes in sizes
@@ -168,7 +168,7 @@ class Eagle3Head:
             yield f"{name}.weight", norm.weight_shard()
         yield from prefixed("midlayer.self_attn.", self._attention.weight_shards())
         yield from prefixed("midlayer.", self._mlp.weight_shards())
-        yield "lm_head.weight", self._head.weight_shard()
+        yield from prefixed("lm_head.", self._head.weight_shards())
         if self.table is not None:
             yield "embed_tokens.weight", self.table.weight_shard()
         if self.config.has_token_map:
@@ -192,5 +192,5 @@ def _as_model(target: ModelConfig, head: Eagle3Config) -> ModelConfig:
         centered_norms=False,
         weight_format=UNQUANTIZED,
         quantization={},
-        keeps_quantized=False,
+        layer_forms={},
     )

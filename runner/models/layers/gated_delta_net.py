@@ -51,7 +51,7 @@ class GatedDeltaNet:
         self._qkvz = MergedColumnParallelLinear(context, hidden_size, inputs, False, order)
         # Betas and decays: 2 outputs per head, unquantized in all checkpoints.
         self._ba = UnquantizedLinearMethod(hidden_size, 2 * spec.value_heads, False, placement)
-        context.linears[hidden_size, 2 * spec.value_heads] = self._ba
+        context.linears[hidden_size, 2 * spec.value_heads, None] = self._ba
         self._ba_ranges = rows.merged_ba() if merged else rows.separate_ba()
         self._hidden_size = hidden_size
         self._out = RowParallelLinear(context, "out_proj", ShardRange.even(values, position), hidden_size, False)

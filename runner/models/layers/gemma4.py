@@ -21,13 +21,16 @@ from runner.models.layers.norm_weight import NormWeight
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from runner.models.layers.vocabulary import VocabParallelEmbedding
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
-from runner.models.quantization import ExpertsShard
+from runner.models.quantization import ExpertsShard, GatedActivation
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """Return gelu(gate) * up [tokens, size] from gate_up [tokens, 2 * size]; the tanh form of GELU."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+_GELU = GatedActivation(gelu_and_mul, is_silu=False)
 
 
 class Gemma4Attention:
@@ -108,8 +111,9 @@ class Gemma4Attention:
 class Gemma4MLP(MLP):
     """down(gelu(gate(x)) * up(x))."""
 
-    def apply(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self._down.apply(gelu_and_mul(self._gate_up.apply(x)))
+    def __init__(self, context: ModelContext, intermediate_size: int) -> None:
+        super().__init__(context, intermediate_size)
+        self._activation = _GELU
 
 
 class Gemma4Experts:
@@ -124,7 +128,7 @@ class Gemma4Experts:
         size = moe.intermediate_size
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
         shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
-        self._experts = context.experts_method(shard, gelu_and_mul, placement, config.quantization)
+        self._experts = context.experts(shard, _GELU)
         self._router = Router(moe, config.hidden_size, placement)
         device = placement.device
         self._scale = torch.empty(config.hidden_size, device=device, dtype=placement.dtype)

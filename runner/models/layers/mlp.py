@@ -32,7 +32,7 @@ class MLP:
     def __init__(self, context: ModelContext, intermediate_size: int, *, bias: bool = False) -> None:
         """``intermediate_size`` counts all shards."""
         hidden_size = context.config.hidden_size
-        self._ops = context.ops
+        self._activation = context.silu
         inner = ShardRange.even(intermediate_size, context.position)
         outputs = {"gate_proj": inner, "up_proj": inner}
         self._gate_up = MergedColumnParallelLinear(context, hidden_size, outputs, bias)
@@ -40,7 +40,7 @@ class MLP:
         self.quantized_group = self._gate_up.quantized_group
 
     def apply(self, x: Activations) -> Tensor:
-        return self._down.apply_gated(self._gate_up.apply(x), self._ops.silu_and_mul)
+        return self._down.apply_gated(self._gate_up.apply(x), self._activation)
 
     def weight_shards(self) -> WeightShards:
         yield from self._gate_up.weight_shards()

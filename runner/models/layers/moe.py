@@ -77,7 +77,7 @@ class MixtureOfExperts:
     """
 
     def __init__(self, context: ModelContext) -> None:
-        """Experts with biases are ``BiasedExperts``; others are of the checkpoint's weight format."""
+        """Experts with biases are ``BiasedExperts``; others have the form of their layer."""
         config = context.config
         placement = context.placement
         moe = config.moe
@@ -88,7 +88,7 @@ class MixtureOfExperts:
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
         shard = ExpertsShard(position.local_experts(moe), moe.num_experts, config.hidden_size, inner)
         self._experts: ExpertsMethod = (
-            BiasedExperts(shard, moe, placement, mxfp4=config.keeps_quantized)
+            BiasedExperts(shard, moe, placement, mxfp4=context.experts_form is not None)
             if moe.has_bias
             else context.experts(shard)
         )

@@ -76,7 +76,7 @@ class TokenPredictor:
         self._embedding = self.own_embedding or embedding
         self._embedding_norm, self._hidden_norm, self._norm = (RMSNorm(context) for _ in range(3))
         self._projection = UnquantizedLinearMethod(2 * size, size, False, context.placement)
-        context.linears[2 * size, size] = self._projection
+        context.linears[2 * size, size, None] = self._projection
 
     def __call__(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.config.parallel import RankPosition, vocabulary_of
 from pdserve.model.model_config import ModelConfig
 from runner.models.layers.context import ModelContext
-from runner.models.layers.weight_shard import WeightShard
+from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
 from runner.models.quantization.unquantized import UnquantizedLinearMethod
 
 
@@ -56,8 +56,11 @@ class ParallelLMHead:
         self._position = context.position
         self._dtype = context.placement.dtype
         rows = _rows_per_shard(config, self._position)
-        self._linear = UnquantizedLinearMethod(config.hidden_size, rows, False, context.placement)
-        self._linear.weight[len(vocabulary_of(config, self._position)) :].zero_()
+        self._plain: UnquantizedLinearMethod | None = None
+        if config.head_form is None:
+            self._plain = UnquantizedLinearMethod(config.hidden_size, rows, False, context.placement)
+            self._plain.weight[len(vocabulary_of(config, self._position)) :].zero_()
+        self._linear = self._plain or context.quantized_linear(config.hidden_size, rows, config.head_form)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, vocab_size], the same on all shards, of hidden states [rows, hidden_size]."""
@@ -65,27 +68,35 @@ class ParallelLMHead:
 
     def write(self, hidden: Tensor, out: Tensor) -> None:
         """Write logits to ``out`` [rows, vocab_size]."""
-        if self._position.parallel.tp == 1 and out.is_cuda:  # CPUs have packed the weight
-            self._linear.apply_into(hidden, out)
+        if self._plain is not None and self._position.parallel.tp == 1 and out.is_cuda:  # CPUs have packed the weight
+            self._plain.apply_into(hidden, out)
         else:
             self._parallel.gather_columns(self._linear.apply(hidden), self._config.vocab_size, out)
 
-    def weight_shard(self) -> WeightShard:
-        shard = _weight_shard(self._linear.weight, self._config, self._position)
-        return replace(shard, restore=self._linear.restore_weights)
+    def weight_shards(self) -> WeightShards:
+        """Yield the tensors of the projection, named behind "lm_head."."""
+        if self._plain is not None:
+            shard = _weight_shard(self._plain.weight, self._config, self._position)
+            yield "weight", replace(shard, restore=self._plain.restore_weights)
+            return
+        held = vocabulary_of(self._config, self._position)
+        outputs = ShardRange(held.start, len(held), self._config.vocab_size)
+        yield from self._linear.weight_shards(0, outputs, ShardRange.full(self._config.hidden_size))
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the filled embedding's weight; on GPUs that compute in its dtype, share its memory."""
         weight = embedding.weight
+        assert self._plain is not None
         if weight.dtype == self._dtype and weight.device.type != "cpu":
-            self._linear.weight = weight
+            self._plain.weight = weight
         else:
-            self._linear.restore_weights()
-            self._linear.weight.copy_(weight)
+            self._plain.restore_weights()
+            self._plain.weight.copy_(weight)
 
     def copy_to(self, embedding: VocabParallelEmbedding) -> None:
         """Copy the filled weight to the embedding of a model that ties both."""
-        embedding.weight.copy_(self._linear.weight)
+        assert self._plain is not None
+        embedding.weight.copy_(self._plain.weight)
 
     def process_weights_after_loading(self) -> None:
         self._linear.process_weights_after_loading()

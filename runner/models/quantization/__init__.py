@@ -9,10 +9,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pdserve.model.quantization.weight_formats import WeightFormat
+from pdserve.model.quantization.layer_form import LayerForm
 from runner.batch import Quantized, Routing, SharedGate
 from runner.models.layers.weight_shard import ShardRange, WeightShards
 from runner.placement import TensorPlacement
+
+#: The form in which a layer keeps its weights; without one, the checkpoint's quantization_config.
+LayerOptions = LayerForm | Mapping[str, Any]
+
+
+class GatedActivation(NamedTuple):
+    """The activation of gates times ups. Kernels that quantize its result compute SiLU themselves."""
+
+    values: Callable[[Tensor], Tensor]  # [rows, size] of gates and ups [rows, 2 * size]
+    is_silu: bool = True
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        return self.values(gate_up)
 
 
 class LinearMethod(ABC):
@@ -35,9 +48,9 @@ class LinearMethod(ABC):
         out_features: int,
         bias: bool,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
-        """Create empty weights. ``options`` is the checkpoint's quantization_config."""
+        """Create empty weights."""
 
     @abstractmethod
     def weight_shards(
@@ -73,9 +86,9 @@ class LinearMethod(ABC):
         """Return y of x [tokens, in_features], which has a scale per ``quantized_group`` inputs."""
         raise NotImplementedError(f"{type(self).__name__} takes no quantized activations")
 
-    def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return y of silu(gate) * up, which ``silu_and_mul`` computes of gate_up [tokens, 2 * in_features]."""
-        return self.apply(silu_and_mul(gate_up))
+    def apply_gated(self, gate_up: Tensor, activation: GatedActivation) -> Tensor:
+        """Return y of the activation of gate_up [tokens, 2 * in_features]."""
+        return self.apply(activation(gate_up))
 
 
 class ExpertsShard(NamedTuple):
@@ -97,13 +110,13 @@ class ExpertsMethod(ABC):
     def __init__(
         self,
         shard: ExpertsShard,
-        silu_and_mul: Callable[[Tensor], Tensor],
+        activation: GatedActivation,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
-        """Create empty weights. ``options`` is the checkpoint's quantization_config.
+        """Create empty weights.
 
-        ``silu_and_mul`` returns an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
+        ``activation`` returns an expert's inner values [rows, inner.size] of gates and ups [rows, 2 * inner.size].
         """
 
     @abstractmethod
@@ -125,15 +138,15 @@ class ExpertsMethod(ABC):
         """
 
 
-def linear_method_class(weight_format: WeightFormat) -> type[LinearMethod]:
-    """Import the linear method of a weight format."""
-    method: type[LinearMethod] = _imported(weight_format.linear_method)
+def linear_method_class(path: str) -> type[LinearMethod]:
+    """Import a linear method by its "module.Class" below this package."""
+    method: type[LinearMethod] = _imported(path)
     return method
 
 
-def experts_method_class(weight_format: WeightFormat) -> type[ExpertsMethod]:
-    """Import the experts method of a weight format."""
-    method: type[ExpertsMethod] = _imported(weight_format.experts_method)
+def experts_method_class(path: str) -> type[ExpertsMethod]:
+    """Import an experts method by its "module.Class" below this package."""
+    method: type[ExpertsMethod] = _imported(path)
     return method
 
 

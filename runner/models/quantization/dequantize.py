@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdserve.checkpoint.quantized_weights import AWQ, GPTQ, MXFP4, PACKED, PLAIN, QuantizedWeight
+from pdserve.checkpoint.quantized_weights import (
+    AWQ,
+    FP4,
+    FP4_PACKED,
+    GPTQ,
+    MXFP4,
+    PACKED,
+    PLAIN,
+    QuantizedWeight,
+)
 from pdserve.errors import CheckpointError
 
 _PART = 1 << 23  # values computed at a time
@@ -24,6 +33,8 @@ _E8M0_BIAS = 127
 
 class DequantizedSlice:
     """A quantized weight with the interface of a slice of safetensors: nothing is read before it is indexed."""
+
+    is_quantized = True  # in the file
 
     def __init__(
         self, name: str, weight: QuantizedWeight, parts: Mapping[str, Any], device: torch.device, dtype: torch.dtype
@@ -50,7 +61,7 @@ class DequantizedSlice:
         given += (slice(None),) * (len(self._weight.shape) - len(given))
         ranges = [range(*part.indices(size)) for part, size in zip(given, self._weight.shape, strict=True)]
         out = torch.empty([len(part) for part in ranges], dtype=self._dtype, device=self._device)
-        self._check_shape()
+        check_stored_shape(self._weight, self._parts)
         if len(ranges) == 2:
             self._fill(out, None, *ranges)
         else:
@@ -64,6 +75,8 @@ class DequantizedSlice:
             out = out.t()
         scales = self._scales(matrix)
         zeros = self._zero_points(matrix)
+        factor = global_factor(self._weight, self._parts)
+        factor = None if factor is None else factor.to(self._device)
         groups = self._groups(columns)
         height = max(1, _PART // max(1, len(columns)))
         for start in range(0, len(rows), height):
@@ -74,6 +87,8 @@ class DequantizedSlice:
             if zeros is not None:
                 parts -= _pick(zeros, blocks, groups)
             parts *= _pick(scales, blocks, groups)
+            if factor is not None:
+                values *= factor
             out[start : start + height] = values
 
     def _values(self, matrix: int | None, rows: range, columns: range) -> Tensor:
@@ -83,25 +98,27 @@ class DequantizedSlice:
         if rule.packing == PLAIN:
             return self._read(name, matrix, _slice(rows), _slice(columns)).float()
         if rule.packing == MXFP4:
-            blocks = self._read(name, matrix, _slice(rows), _cover(columns, _MX_BLOCK))
-            return _fp4(blocks)[:, _within(columns, _MX_BLOCK)].contiguous()
+            blocks = self._read(name, matrix, _slice(rows), cover(columns, _MX_BLOCK))
+            return _fp4(blocks)[:, within(columns, _MX_BLOCK)].contiguous()
+        if rule.packing in (FP4, FP4_PACKED):
+            return _fp4(self._read(name, None, _slice(rows), cover(columns, 2)))[:, within(columns, 2)].contiguous()
         per_word = _WORD // rule.bits
         if rule.packing == AWQ:
-            words = self._read(name, None, _slice(columns), _cover(rows, per_word))
-            return _in_awq_order(_fields(words, rule.bits))[:, _within(rows, per_word)].t().contiguous().float()
+            words = self._read(name, None, _slice(columns), cover(rows, per_word))
+            return in_awq_order(fields(words, rule.bits))[:, within(rows, per_word)].t().contiguous().float()
         if rule.packing == GPTQ:
-            words = self._read(name, None, _cover(columns, per_word), _slice(rows))
-            fields = _fields(words, rule.bits).view(*words.shape, per_word).transpose(0, 1).flatten(1)
-            return fields[:, _within(columns, per_word)].contiguous().float()
-        words = self._read(name, None, _slice(rows), _cover(columns, per_word))
-        return _fields(words, rule.bits)[:, _within(columns, per_word)].contiguous().float().sub_(1 << rule.bits - 1)
+            words = self._read(name, None, cover(columns, per_word), _slice(rows))
+            values = fields(words, rule.bits).view(*words.shape, per_word).transpose(0, 1).flatten(1)
+            return values[:, within(columns, per_word)].contiguous().float()
+        words = self._read(name, None, _slice(rows), cover(columns, per_word))
+        return fields(words, rule.bits)[:, within(columns, per_word)].contiguous().float().sub_(1 << rule.bits - 1)
 
     def _scales(self, matrix: int | None) -> Tensor:
         """Return scales [blocks of rows, blocks of columns] float32."""
         scales = self._read(self._weight.scales, matrix)
-        if self._weight.rule.packing == MXFP4:
-            return torch.exp2(scales.float() - _E8M0_BIAS)
-        return self._grid(scales.float())
+        if scales.dtype == torch.uint8:
+            scales = torch.exp2(scales.float() - _E8M0_BIAS)
+        return scales if self._weight.rule.packing == MXFP4 else self._grid(scales.float())
 
     def _zero_points(self, matrix: int | None) -> Tensor | None:
         """Return zero points, shaped as scales, or None."""
@@ -112,16 +129,8 @@ class DequantizedSlice:
         words = self._read(name, matrix)
         if words.dtype != torch.int32:
             return self._grid(words.float())
-        if rule.packing == PACKED:
-            return _fields(words.t(), rule.bits).t()[: self._weight.grid[0]].float() - (1 << rule.bits - 1)
-        if rule.zero_point_offset == "word":
-            words = words + sum(1 << shift for shift in range(0, _WORD, rule.bits))
-        zeros = _fields(words, rule.bits)
-        if rule.packing == AWQ:
-            zeros = _in_awq_order(zeros)
-        if rule.zero_point_offset == "field":
-            zeros = (zeros + 1) & ((1 << rule.bits) - 1)
-        return self._grid(zeros[:, : self._weight.grid[0]].float())
+        zeros = zero_fields(self._weight, words).float()
+        return zeros - (1 << rule.bits - 1) if rule.packing == PACKED else zeros
 
     def _grid(self, scales: Tensor) -> Tensor:
         return scales.t() if self._weight.rule.packing in (GPTQ, AWQ) else scales.reshape(self._weight.grid)
@@ -146,15 +155,6 @@ class DequantizedSlice:
             )
         return stored
 
-    def _check_shape(self) -> None:
-        if self._weight.stored_shape is not None:
-            stored = self._parts[self._weight.stored_shape][...].tolist()
-            if stored != list(self._weight.shape):
-                raise CheckpointError(
-                    f"{self._weight.stored_shape} is {stored}, but the values have shape {self._weight.shape}; "
-                    "supported are inputs in whole words. Download the checkpoint again or choose another"
-                )
-
     def _read(self, name: str, matrix: int | None, *index: slice) -> Tensor:
         part: Tensor
         if matrix is None:
@@ -164,10 +164,46 @@ class DequantizedSlice:
         return part.to(self._device)
 
 
+def zero_fields(weight: QuantizedWeight, stored: Tensor) -> Tensor:
+    """Return zero points [blocks of rows, blocks of columns] uint8 in the range of stored values, from 0 on."""
+    rule = weight.rule
+    if stored.dtype != torch.int32:  # signed
+        return (stored.reshape(weight.grid).int() + (1 << rule.bits - 1)).to(torch.uint8)
+    if rule.packing == PACKED:
+        return fields(stored.t(), rule.bits).t()[: weight.grid[0]]
+    if rule.zero_point_offset == "word":
+        stored = stored + sum(1 << shift for shift in range(0, _WORD, rule.bits))
+    zeros = fields(stored, rule.bits)
+    if rule.packing == AWQ:
+        zeros = in_awq_order(zeros)
+    if rule.zero_point_offset == "field":
+        zeros = (zeros + 1) & ((1 << rule.bits) - 1)
+    return zeros[:, : weight.grid[0]].t()
+
+
+def global_factor(weight: QuantizedWeight, parts: Mapping[str, Any]) -> Tensor | None:
+    """Return the factor of the whole tensor, [1] float32; None without any. compressed-tensors stores its inverse."""
+    if weight.global_scale is None:
+        return None
+    scale: Tensor = parts[weight.global_scale][...].reshape(1)
+    return scale.reciprocal() if weight.rule.packing == FP4_PACKED else scale
+
+
+def check_stored_shape(weight: QuantizedWeight, parts: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the shape that is stored beside a weight is not that of its values."""
+    if weight.stored_shape is not None:
+        stored = parts[weight.stored_shape][...].tolist()
+        if stored != list(weight.shape):
+            raise CheckpointError(
+                f"{weight.stored_shape} is {stored}, but the values have shape {weight.shape}; "
+                "supported are inputs in whole words. Download the checkpoint again or choose another"
+            )
+
+
 def is_padding_bias(name: str, weights: Mapping[str, Any]) -> bool:
     """Whether a tensor is a bias of zeros beside a quantized weight; AutoGPTQ writes them for every module."""
     beside = weights.get(f"{name.removesuffix('.bias')}.weight")
-    is_bias = name.endswith(".bias") and name in weights and isinstance(beside, DequantizedSlice)
+    is_bias = name.endswith(".bias") and name in weights and getattr(beside, "is_quantized", False)
     return is_bias and not weights[name][...].any()
 
 
@@ -175,26 +211,26 @@ def _slice(part: range) -> slice:
     return slice(part.start, part.stop)
 
 
-def _cover(part: range, unit: int) -> slice:
+def cover(part: range, unit: int) -> slice:
     """Return the units that hold a range of values."""
     return slice(part.start // unit, -(-part.stop // unit))
 
 
-def _within(part: range, unit: int) -> slice:
+def within(part: range, unit: int) -> slice:
     """Return the range's place in the values of the units that cover it."""
     skipped = part.start % unit
     return slice(skipped, skipped + len(part))
 
 
-def _fields(words: Tensor, bits: int) -> Tensor:
+def fields(words: Tensor, bits: int) -> Tensor:
     """Unpack int32 words [rows, words] to uint8 [rows, words * 32 / bits], the lowest bits first."""
-    fields = words.contiguous().view(torch.uint8)
-    return fields if bits == 8 else torch.stack((fields & 15, fields >> 4), dim=-1).flatten(1)
+    stored = words.contiguous().view(torch.uint8)
+    return stored if bits == 8 else torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1)
 
 
-def _in_awq_order(fields: Tensor) -> Tensor:
+def in_awq_order(values: Tensor) -> Tensor:
     """Return columns in order: the fields of each word are its columns 0, 2, 4, 6, 1, 3, 5, 7."""
-    return fields.view(len(fields), -1, 2, 4).transpose(2, 3).flatten(1)
+    return values.view(len(values), -1, 2, 4).transpose(2, 3).flatten(1)
 
 
 def _fp4(blocks: Tensor) -> Tensor:

@@ -8,9 +8,7 @@ is dequantized for each use: exact, and slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ from torch import Tensor
 from pdserve.model.quantization.kept_weights import fp8_blocks
 from runner.batch import Quantized
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, row_runs
-from runner.models.quantization import LinearMethod
+from runner.models.quantization import GatedActivation, LayerOptions, LinearMethod
 from runner.placement import TensorPlacement
 
 E4M3 = torch.float8_e4m3fn
@@ -36,7 +34,7 @@ class Fp8LinearMethod(LinearMethod):
         out_features: int,
         bias: bool,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         self._row_block, group = fp8_blocks(options or {})
         self._group = group or in_features  # inputs that share a scale
@@ -93,9 +91,9 @@ class Fp8LinearMethod(LinearMethod):
         assert self._products is not None
         return self._add_bias(self._products.of_quantized(x))
 
-    def apply_gated(self, gate_up: Tensor, silu_and_mul: Callable[[Tensor], Tensor]) -> Tensor:
-        if self._products is None or gate_up.shape[0] == 1:
-            return super().apply_gated(gate_up, silu_and_mul)
+    def apply_gated(self, gate_up: Tensor, activation: GatedActivation) -> Tensor:
+        if self._products is None or gate_up.shape[0] == 1 or not activation.is_silu:
+            return super().apply_gated(gate_up, activation)
         return self._add_bias(self._products.of_gated(gate_up))
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:

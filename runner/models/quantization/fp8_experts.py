@@ -6,9 +6,7 @@ not sorted, and their activations stay as they are. Without Triton an expert is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,7 @@ from pdserve.model.quantization.kept_weights import fp8_blocks
 from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
-from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.models.quantization import ExpertsMethod, ExpertsShard, GatedActivation, LayerOptions
 from runner.models.quantization.fp8 import E4M3, computes_in_fp8
 from runner.placement import TensorPlacement
 
@@ -29,12 +27,12 @@ class Fp8Experts(ExpertsMethod):
     def __init__(
         self,
         shard: ExpertsShard,
-        silu_and_mul: Callable[[Tensor], Tensor],
+        activation: GatedActivation,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         self._shard = shard
-        self._silu_and_mul = silu_and_mul
+        self._activation = activation
         self._use_triton = placement.use_triton
         num_experts = len(shard.local)
         inner = shard.inner
@@ -74,13 +72,13 @@ class Fp8Experts(ExpertsMethod):
         is_sorted = rows.tokens is not None
         inputs = quantize(x, gate_up.group) if is_sorted and gate_up.in_fp8 else x
         gates = grouped_fp8(inputs, *gate_up.operands, rows)
-        quantizes = is_sorted and down.in_fp8
-        inner = quantize(gates, down.group, gated=True) if quantizes else self._silu_and_mul(gates)
+        quantizes = is_sorted and down.in_fp8 and self._activation.is_silu
+        inner = quantize(gates, down.group, gated=True) if quantizes else self._activation(gates)
         return sum_experts(grouped_fp8(inner, *down.operands, rows), routing, local, shared, gate)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start
-        inner = self._silu_and_mul(F.linear(x, self._gate_up.dequantized(index, x.dtype)))
+        inner = self._activation(F.linear(x, self._gate_up.dequantized(index, x.dtype)))
         return F.linear(inner, self._down.dequantized(index, x.dtype))
 
 

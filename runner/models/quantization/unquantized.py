@@ -20,15 +20,14 @@ step in two takes longer than the padding, because results must be joined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards
-from runner.models.quantization import LinearMethod
+from runner.models.quantization import LayerOptions, LinearMethod
 from runner.placement import TensorPlacement
 
 _PACK_BATCH_HINT = 32  # tokens; oneDNN picks the blocking for it, and accepts any other number
@@ -56,7 +55,7 @@ class UnquantizedLinearMethod(LinearMethod):
         out_features: int,
         bias: bool,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         self.weight = torch.empty(out_features, in_features, device=placement.device, dtype=placement.stored)
         self.bias = torch.empty(out_features, device=placement.device, dtype=placement.dtype) if bias else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from runner.batch import Routing, SharedGate
 from runner.kernels.experts.expert_reference import sum_of_experts
 from runner.models.layers.weight_shard import WeightShard, WeightShards
-from runner.models.quantization import ExpertsMethod, ExpertsShard
+from runner.models.quantization import ExpertsMethod, ExpertsShard, GatedActivation, LayerOptions
 from runner.placement import TensorPlacement
 
 
@@ -22,12 +21,12 @@ class UnquantizedExperts(ExpertsMethod):
     def __init__(
         self,
         shard: ExpertsShard,
-        silu_and_mul: Callable[[Tensor], Tensor],
+        activation: GatedActivation,
         placement: TensorPlacement,
-        options: Mapping[str, Any] | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         self._shard = shard
-        self._silu_and_mul = silu_and_mul
+        self._activation = activation
         self._use_triton = placement.use_triton
         num_experts = len(shard.local)
         inner = shard.inner.size
@@ -62,10 +61,10 @@ class UnquantizedExperts(ExpertsMethod):
         from runner.kernels.experts.grouped_tiles import group_rows
 
         rows = group_rows(routing.experts, local)
-        inner = self._silu_and_mul(grouped_gemm(x, self._gate_up, rows))
+        inner = self._activation(grouped_gemm(x, self._gate_up, rows))
         return sum_experts(grouped_gemm(inner, self._down, rows), routing, local, shared, gate)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         index = number - self._shard.local.start
-        inner = self._silu_and_mul(F.linear(x, self._gate_up[index].to(x.dtype)))
+        inner = self._activation(F.linear(x, self._gate_up[index].to(x.dtype)))
         return F.linear(inner, self._down[index].to(x.dtype))

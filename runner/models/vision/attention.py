@@ -4,12 +4,14 @@ On a GPU, FlashAttention and the memory-efficient kernel of PyTorch hold no scor
 float16 with heads of up to 256 values; Qwen's towers have 72, which it computes as 96. The memory-efficient kernel
 takes float32. Whatever both lack would take products with all scores: 256 GiB for 16 heads and 65,536 patches in
 float32. So the queries are divided there. cuDNN's kernel is left out: PyTorch prefers it on Hopper, but it is built for
-each number of patches, and images have many sizes.
+each number of patches, and images have many sizes: 60 ms on an H200. Where nodes attend to text with FlashInfer, it
+attends to patches, too (flashinfer_patches.py).
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,45 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 _MOST_SCORES = 1 << 26  # 256 MiB in float32
+
+
+class Rotary(NamedTuple):
+    cos: Tensor  # [patches, 1, head_dim] float32; both halves of a head are alike
+    sin: Tensor
+
+    @classmethod
+    def of(cls, angles: Tensor) -> Rotary:
+        """``angles``: [patches, head_dim / 2] float32."""
+        angles = torch.cat((angles, angles), dim=1)[:, None]
+        return cls(angles.cos(), angles.sin())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate heads [patches, heads, head_dim] in float32."""
+        wide = x.float()
+        low, high = wide.chunk(2, dim=-1)
+        return (wide * self.cos + torch.cat((-high, low), dim=-1) * self.sin).to(x.dtype)
+
+
+class PatchAttention:
+    """The attention of a tower."""
+
+    def __init__(self, use_triton: bool = False) -> None:
+        """``use_triton``: the device's Triton kernels work."""
+        self._use_triton = use_triton
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary) -> Tensor:
+        """Rotate queries and keys, perhaps in place, and let all patches attend to each other.
+
+        q, k, v: [patches, heads, head_dim] with the same strides; the result [patches, heads · head_dim].
+        """
+        if self._use_triton and q.device.type == "cuda":
+            from runner.kernels.attention.rotate_patches import rotate
+
+            rotate(q, k, rotary.cos[:, 0], rotary.sin[:, 0])
+        else:
+            q = rotary(q)
+            k = rotary(k)
+        return attend(q, k, v).flatten(1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.towers.pixtral import PixtralVision
 from pdserve.model.towers.vision_config import CHANNELS
-from runner.models.vision.attention import attend
+from runner.models.vision.attention import PatchAttention, Rotary
 from runner.models.vision.patches import patches, value_table
-from runner.models.vision.tower import ACTIVATION_FUNCTIONS, Rotary, patch_places
+from runner.models.vision.tower import ACTIVATION_FUNCTIONS, patch_places
 from runner.placement import TensorPlacement
 
 _EPS = 1e-5  # RMS norms of the tower add it to the mean square
@@ -31,12 +31,14 @@ class PixtralTower(nn.Module):
 
     name = ""  # first part of the parameters' names in checkpoints
 
-    def __init__(self, config: PixtralVision, processor: ImageProcessor, placement: TensorPlacement) -> None:
+    def __init__(
+        self, config: PixtralVision, processor: ImageProcessor, placement: TensorPlacement, attention: PatchAttention
+    ) -> None:
         super().__init__()
         self.config = config
         self._processor = processor
         with torch.device("meta"):
-            self.vision_tower = _Encoder(config)
+            self.vision_tower = _Encoder(config, attention)
             self.multi_modal_projector = _Projector(config)
         self.to(placement.dtype).to_empty(device=placement.device).requires_grad_(False)
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=placement.device) / config.head_dim
@@ -92,12 +94,12 @@ class _Norm(nn.Module):
 
 
 class _Encoder(nn.Module):
-    def __init__(self, config: PixtralVision) -> None:
+    def __init__(self, config: PixtralVision, attention: PatchAttention) -> None:
         super().__init__()
         size = config.patch_size
         self.patch_conv = nn.Conv2d(CHANNELS, config.hidden_size, size, stride=size, bias=False)
         self.ln_pre = _Norm(config.hidden_size, _EPS)
-        self.transformer = _Transformer(config)
+        self.transformer = _Transformer(config, attention)
 
     def embed(self, values: Tensor) -> Tensor:
         """Return the inputs of the first layer."""
@@ -106,16 +108,16 @@ class _Encoder(nn.Module):
 
 
 class _Transformer(nn.Module):
-    def __init__(self, config: PixtralVision) -> None:
+    def __init__(self, config: PixtralVision, attention: PatchAttention) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.depth))
+        self.layers = nn.ModuleList(_Layer(config, attention) for _ in range(config.depth))
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: PixtralVision) -> None:
+    def __init__(self, config: PixtralVision, attention: PatchAttention) -> None:
         super().__init__()
         self.attention_norm = _Norm(config.hidden_size, _EPS)
-        self.attention = _Attention(config)
+        self.attention = _Attention(config, attention)
         self.ffn_norm = _Norm(config.hidden_size, _EPS)
         self.feed_forward = _MLP(config)
 
@@ -126,8 +128,9 @@ class _Layer(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: PixtralVision) -> None:
+    def __init__(self, config: PixtralVision, attention: PatchAttention) -> None:
         super().__init__()
+        self._attention = attention
         size = config.hidden_size
         self._num_heads = config.num_heads
         self.q_proj = nn.Linear(size, size, bias=False)
@@ -138,7 +141,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Let all patches [patches, hidden_size] attend to each other."""
         q, k, v = (proj(x).view(len(x), self._num_heads, -1) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        y: Tensor = self.o_proj(attend(rotary(q), rotary(k), v).reshape(x.shape))
+        y: Tensor = self.o_proj(self._attention(q, k, v, rotary))
         return y
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.towers.vision_config import CHANNELS, VisionConfig
 from pdserve.model.vision import QwenVision
-from runner.models.vision.attention import attend
+from runner.models.vision.attention import PatchAttention, Rotary
 from runner.models.vision.patches import patches, value_table
 from runner.placement import TensorPlacement
 
@@ -35,29 +35,14 @@ class Features(NamedTuple):
     deepstack: Tensor  # [deepstack layers, tokens, out_hidden_size]
 
 
-class Rotary(NamedTuple):
-    cos: Tensor  # [patches, 1, head_dim] float32
-    sin: Tensor
-
-    @classmethod
-    def of(cls, angles: Tensor) -> Rotary:
-        """``angles``: [patches, head_dim / 2] float32."""
-        angles = torch.cat((angles, angles), dim=1)[:, None]
-        return cls(angles.cos(), angles.sin())
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate heads [patches, heads, head_dim] in float32."""
-        wide = x.float()
-        low, high = wide.chunk(2, dim=-1)
-        return (wide * self.cos + torch.cat((-high, low), dim=-1) * self.sin).to(x.dtype)
-
-
 class VisionTower(nn.Module):
     """``runner/loading/tower_weights.py`` fills the parameters; then images can be encoded."""
 
     name = "visual."  # first part of the parameters' names in checkpoints
 
-    def __init__(self, config: QwenVision, processor: ImageProcessor, placement: TensorPlacement) -> None:
+    def __init__(
+        self, config: QwenVision, processor: ImageProcessor, placement: TensorPlacement, attention: PatchAttention
+    ) -> None:
         super().__init__()
         self.config = config
         self._processor = processor
@@ -65,7 +50,7 @@ class VisionTower(nn.Module):
         with torch.device("meta"):
             self.patch_embed = _PatchEmbedding(config)
             self.pos_embed = nn.Embedding(config.num_positions, config.hidden_size)
-            self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
+            self.blocks = nn.ModuleList(_Block(config, attention) for _ in range(config.depth))
             self.merger = _Merger(config, config.hidden_size)
             self.deepstack_merger_list = nn.ModuleList(_Merger(config, config.merged_size) for _ in config.deepstack)
         self.to(placement.dtype).to_empty(device=placement.device).requires_grad_(False)
@@ -159,11 +144,11 @@ class _PatchEmbedding(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, config: QwenVision) -> None:
+    def __init__(self, config: QwenVision, attention: PatchAttention) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.hidden_size, _EPS)
         self.norm2 = nn.LayerNorm(config.hidden_size, _EPS)
-        self.attn = _Attention(config)
+        self.attn = _Attention(config, attention)
         self.mlp = _MLP(config)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
@@ -173,8 +158,9 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: QwenVision) -> None:
+    def __init__(self, config: QwenVision, attention: PatchAttention) -> None:
         super().__init__()
+        self._attention = attention
         self._num_heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
@@ -182,7 +168,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Let all patches [patches, hidden_size] attend to each other."""
         q, k, v = self.qkv(x).view(len(x), 3, self._num_heads, -1).unbind(1)
-        y: Tensor = self.proj(attend(rotary(q), rotary(k), v).reshape(x.shape))
+        y: Tensor = self.proj(self._attention(q, k, v, rotary))
         return y
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdserve.model.image_processor import ImageProcessor
 from pdserve.model.towers.pixtral import PixtralVision
 from pdserve.model.vision import AnyVision
+from runner.models.vision.attention import PatchAttention
 from runner.models.vision.pixtral import PixtralTower
 from runner.models.vision.tower import VisionTower
 from runner.placement import TensorPlacement
@@ -12,8 +13,11 @@ from runner.placement import TensorPlacement
 AnyVisionTower = VisionTower | PixtralTower
 
 
-def make_tower(config: AnyVision, processor: ImageProcessor, placement: TensorPlacement) -> AnyVisionTower:
-    """Return the empty tower."""
+def make_tower(
+    config: AnyVision, processor: ImageProcessor, placement: TensorPlacement, attention: PatchAttention | None = None
+) -> AnyVisionTower:
+    """Return the empty tower, which attends by ``attention``, or as PyTorch does."""
+    attention = attention or PatchAttention(placement.use_triton)
     if isinstance(config, PixtralVision):
-        return PixtralTower(config, processor, placement)
-    return VisionTower(config, processor, placement)
+        return PixtralTower(config, processor, placement, attention)
+    return VisionTower(config, processor, placement, attention)

@@ -1,0 +1,149 @@
+"""Products of tokens with the 4-bit weights of their experts; the rows are those of ``grouped_tiles.py``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from runner.kernels.experts.grouped_mxfp4 import must_wait
+from runner.kernels.experts.grouped_tiles import (
+    GroupedRows,
+    assignments_of_tile,
+    expert_of_tile,
+    group_rows,
+    held_rows,
+    tile_of_program,
+)
+from runner.kernels.four_bits import words as layout
+from runner.kernels.four_bits.products import Tiles
+from runner.kernels.four_bits.stack import FourBitStack
+from runner.kernels.four_bits.unpacking import form_options, products_of_tile
+
+_WORDS = tl.constexpr(layout.WORDS)
+_LEAST_ROWS = 8  # least rows of a tile, as a product's right operand
+_MOST_ROWS = 128
+_SHARED_TILES = 8  # tiles of rows whose programs share blocks of weights in the cache
+
+
+@triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
+def _grouped_kernel(
+    x,  # [count / ROWS_PER_TOKEN, IN]
+    words,  # [num_experts, BLOCKS, OUT, _WORDS] int16
+    scales,  # [num_experts, SCALE_PIECES, OUT] int32
+    zeros,  # [num_experts, ZERO_PIECES, OUT] int32, read if ZEROS is separate
+    output_scales,  # [num_experts, OUT] float32
+    bias,  # [num_experts, OUT], read if HAS_BIAS
+    y,  # out [count, OUT]
+    assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
+    experts,  # [tiles] int32
+    count,
+    first_expert,  # this rank's first expert, for ``experts`` if not SORTED
+    num_experts,
+    tiles,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SCALE_PIECES: tl.constexpr,
+    ZERO_PIECES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+    SORTED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    E2M1: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    WAITS: tl.constexpr,
+    REST: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Grid (tiles * blocks of OUT,). Programs of TOGETHER tiles share blocks of weights in the cache."""
+    OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
+    tile, out_block = tile_of_program(tiles, OUT_BLOCKS, TOGETHER)
+    expert, has_expert = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
+    if has_expert:
+        held, rows = held_rows(assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS), count)
+        out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        stack = expert.to(tl.int64) * OUT
+        total = products_of_tile(
+            x,
+            words + stack * (BLOCKS * _WORDS),
+            scales + stack * SCALE_PIECES,
+            zeros + stack * ZERO_PIECES,
+            output_scales + stack,
+            rows // ROWS_PER_TOKEN,
+            held,
+            out,
+            0,
+            1,
+            IN, OUT, E2M1, GROUP, WIDTH, SCALE, ZEROS, UNROLL, TOGETHER == 1, WAITS, REST, DOT,
+        )  # fmt: skip
+        if HAS_BIAS:
+            total += tl.load(bias + stack + out, mask=out < OUT, other=0.0).to(tl.float32)[:, None]
+        y_at = y + rows[None, :] * OUT + out[:, None]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & (out < OUT)[:, None])
+
+
+def rows_of_experts(experts: Tensor, local: range) -> GroupedRows:
+    """Return the rows of the products of experts [tokens, top_k] int32; ``local`` are this rank's experts."""
+    return group_rows(experts, local, _LEAST_ROWS, _MOST_ROWS)
+
+
+def grouped_product(
+    x: Tensor, stack: FourBitStack, rows: GroupedRows, bias: Tensor | None = None, tiles: Tiles | None = None
+) -> Tensor:
+    """Return the product of each assignment, as ``FourBitExperts.product``; ``tiles`` None: of ``choose_tiles``."""
+    assert x.is_contiguous()
+    count = rows.num_assignments
+    y = x.new_empty(count, stack.outputs)
+    if not count:
+        return y
+    tiles = tiles or choose_tiles(rows.tile_rows, x.dtype)
+    _grouped_kernel[(rows.tiles * triton.cdiv(stack.outputs, tiles.outputs),)](
+        x,
+        stack.words,
+        stack.scales,
+        stack.zeros,
+        stack.output_scales,
+        y if bias is None else bias,
+        y,
+        rows.assignments,
+        rows.tile_experts,
+        count,
+        rows.local.start,
+        len(rows.local),
+        rows.tiles,
+        IN=stack.inputs,
+        OUT=stack.outputs,
+        BLOCKS=stack.words.shape[1],
+        SCALE_PIECES=stack.scales.shape[1],
+        ZERO_PIECES=stack.zeros.shape[1],
+        HAS_BIAS=bias is not None,
+        WAITS=must_wait(),
+        ROWS_PER_TOKEN=count // x.shape[0],
+        SORTED=rows.tokens is not None,
+        BLOCK_ROWS=rows.tile_rows,
+        BLOCK_OUT=tiles.outputs,
+        TOGETHER=1 if tiles.rows <= 32 else _SHARED_TILES,
+        UNROLL=tiles.unroll,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **({"maxnreg": tiles.registers} if tiles.registers else {}),
+        **form_options(stack.form, stack.inputs, x.dtype),
+    )
+    return y
+
+
+def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
+    """Return how products with tiles of ``rows`` are cut: few rows read weights, many rows compute."""
+    if dtype == torch.float32:  # multiplied without tensor cores, out of registers: small tiles
+        return Tiles(rows, 32, 1, 1, 4, 2)
+    if rows <= 32:
+        return Tiles(rows, 128, 1, 2, 4, 3)
+    return Tiles(rows, 128, 1, 1, 4 if rows <= 64 else 8, 4 if rows <= 64 else 3)
