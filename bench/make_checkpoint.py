@@ -508,6 +508,58 @@ _MIMO_7B: dict[str, Any] = _QWEN25_7B | {
     "rope_theta": 640000,
 }
 
+_GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 262144,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 131072,
+}
+_GEMMA4_E2B = _GEMMA4 | {
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "sliding_window": 512,
+}
+_GEMMA4_26B_A4B = _GEMMA4 | {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "sliding_window": 1024,
+}
+_GEMMA4_31B = _GEMMA4 | {
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-27m": _QWEN3
     | {
@@ -546,6 +598,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
     "deepseek-v3-5l-fp8": _DEEPSEEK_V3_5L_FP8,
     "glm-4.7-flash": _GLM_47_FLASH,
+    "gemma-4-e2b": _GEMMA4_E2B,
+    "gemma-4-26b-a4b": _GEMMA4_26B_A4B,
+    "gemma-4-31b": _GEMMA4_31B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "glm-4.5-air": _GLM_45_AIR,
     "minimax-m2": _MINIMAX_M2,

@@ -347,5 +347,7 @@ def _unlike_heads_parameters(mine: ModelConfig) -> int:
         if mine.is_recurrent(layer):
             continue
         heads = mine.heads_of(layer)
-        size += 2 * mine.num_heads * heads.head_dim + 2 * heads.size * mine.has_kv(layer)
+        one_projection = mine.gemma4 is not None and mine.gemma4.projects_once(mine.attention[layer])
+        size += 2 * mine.num_heads * heads.head_dim
+        size += (1 if one_projection else 2) * heads.size * mine.has_kv(layer)
     return size * mine.hidden_size

@@ -36,6 +36,10 @@ class Gemma4Config(msgspec.Struct, frozen=True, kw_only=True):
     wide_mlp: bool  # MLPs of layers without their own KV have twice the intermediate size
     logit_cap: float | None  # logits become cap * tanh(logits / cap)
 
+    def projects_once(self, spec: AttentionSpec) -> bool:
+        """Whether the values of a layer are norms of its projected keys."""
+        return self.values_are_keys and spec.window is None
+
 
 def kv_sources(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     """Return the layer whose KV each layer reads; empty if each has its own. Raises CheckpointError."""

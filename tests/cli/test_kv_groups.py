@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from make_checkpoint import SHAPES
 
 from cli.explain import as_text, describe
 from cli.plan.costs import Shape
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import NodeOptions
+from pdserve.config.parallel import num_parameters
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError
 from pdserve.kv.groups import KVCacheGroups, KVHeads
@@ -145,3 +147,18 @@ def test_explain_shows_how_much_memory_windows_take(tmp_path: Path) -> None:
     assert "2: 4 layers of full, 4 layers of 100 tokens" in text
     assert "0 layers are padding" in text
     assert "KV groups" not in as_text(resolved(tmp_path, MINISTRAL | {"sliding_window": None, "layer_types": None}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "full_bytes", "parameters"),
+    [("gemma-4-e2b", 3, 6144, 5.03e9), ("gemma-4-26b-a4b", 10, 20480, 25.9e9), ("gemma-4-31b", 11, 81920, 32.1e9)],
+)
+def test_gemma_4_has_its_published_size(
+    shape: str, groups: int, full_bytes: int, parameters: float, tmp_path: Path
+) -> None:
+    """The embedding, which is the head, too, counts twice among parameters."""
+    config = resolved(tmp_path, SHAPES[shape])
+    assert config.kv_layout.groups.num_groups == groups
+    assert Shape.of(config.model).kv_bytes == full_bytes
+    assert full_bytes <= config.kv_layout.bytes_per_token <= 1.2 * full_bytes
+    assert num_parameters(config.model, config.position) == pytest.approx(parameters, rel=0.005)

@@ -53,7 +53,7 @@ class Gemma4Attention:
         queries = ShardRange.even(config.num_heads * size, position)
         self._num_heads = queries.size // size
         outputs = {"q_proj": queries}
-        self._copies_keys = gemma4.values_are_keys and config.attention[layer].window is None
+        self._copies_keys = gemma4.projects_once(config.attention[layer])
         self._num_keys = 0
         if self._stores:
             share = position.parallel.shares(config)[position.rank]
