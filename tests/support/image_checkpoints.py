@@ -301,7 +301,7 @@ class ImageReference:
         self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
         self.model.eval()
         self.model.generation_config.eos_token_id = None
-        self.processor: Any = transformers.AutoImageProcessor.from_pretrained(directory)
+        self.processor: Any = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
         self.tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
 
     @property
