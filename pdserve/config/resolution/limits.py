@@ -11,7 +11,7 @@ from pdserve.config.resolution.state_slots import TYPICAL_TOKENS, choose_slots
 from pdserve.errors import CapacityError, ConfigError
 from pdserve.kv.states import LEAST_SLOTS
 from pdserve.model.model_config import ModelConfig
-from pdserve.request_cost import AUTO_ITL_STEPS
+from pdserve.request_cost import AUTO_ITL_STEPS, ITL_LIMIT
 
 # A larger step fills a GPU better, a smaller one holds others up less.
 _BATCH_TOKENS = {"cpu": 2048, "cuda": 8192, "simulated": 8192}
@@ -126,4 +126,5 @@ def choose_itl_target(options: NodeOptions) -> Resolved[float | None]:
     if options.itl_target is not None:
         return Resolved(options.itl_target / 1e3)
     steps = f"{AUTO_ITL_STEPS:g} times the measured decode step of one sequence"
-    return Resolved(None, f"{steps}, so that prompts beside few decodes take 9/8 of their time", shown="auto")
+    more = f"up to {1e3 * ITL_LIMIT:g} ms beside much work of prompts"
+    return Resolved(None, f"{steps}, so that prompts beside few decodes take 9/8 of their time; {more}", shown="auto")
