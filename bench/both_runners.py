@@ -47,6 +47,7 @@ class Measured(NamedTuple):
     shape: str  # a name in SHAPES of make_checkpoint.py
     name: str  # in the table
     num_layers: int | None = None  # the first layers only; None: all of the shape
+    backend: str = "flashinfer"  # that a node on Hopper chooses
 
     @property
     def architecture(self) -> str:
@@ -73,6 +74,7 @@ MEASURED = (
     Measured("deepseek-v2-lite", "DeepSeek-V2-Lite, bf16", num_layers=9),
     Measured("deepseek-v3-5l-fp8", "DeepSeek-V3, FP8", num_layers=5),
     Measured("glm-4.7-flash", "GLM-4.7-Flash, bf16", num_layers=12),
+    Measured("gemma-4-26b-a4b", "Gemma 4 26B-A4B, bf16", num_layers=12, backend="triton"),
 )
 BY_SHAPE = {figures.shape: figures for figures in MEASURED}
 

@@ -38,7 +38,8 @@ from runner.models.layers.weight_shard import WeightShard
 from runner.models.registry import decoder_class
 from runner.placement import TensorPlacement
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -646,7 +647,6 @@ def make(directory: Path, config: dict[str, Any], weights: bool) -> None:
 
 def write_image_files(directory: Path) -> dict[str, int]:
     """Write a small tokenizer with the tokens of images, and the processor as published; return the tokens' ids."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
     from image_checkpoints import PROCESSOR, write_tokenizer
 
     ids = write_tokenizer(directory)
