@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ import msgspec
 from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import PeerError
 from pdserve.hashing import unpack_block_hashes
-from pdserve.kv.groups import blocks_for
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb.pdserve_pb2_grpc import NodeStub, PoolingNodeStub
 from pdserve.request_cost import RequestLoad
@@ -27,6 +25,7 @@ from pdserve.rpc.tls import PeerTls
 from router.fleet.policy import BOTH, GENERATE, NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
 from router.fleet.serve_stream import NodeLost, ServeStream
+from router.fleet.unreported import SentRequest, UnreportedRequests
 
 if TYPE_CHECKING:  # exists in the stubs' types only
     from pdserve.pb.pdserve_pb2_grpc import NodeAsyncStub, PoolingNodeAsyncStub
@@ -81,7 +80,7 @@ class NodeClient:
         self._on_idle = on_idle
         self._find_pause = pause
         self._load = pb.NodeLoad()
-        self._unreported: deque[tuple[float, int, int, bool]] = deque()  # requests: time sent, see add_request
+        self._unreported = UnreportedRequests()
         self._view: NodeView | None = None  # None: to be computed
         self._peers: frozenset[str] = frozenset()  # node ids; replaced by a new set when they change
         self._pause = PAUSE  # seconds between reports of the present stream
@@ -185,7 +184,8 @@ class NodeClient:
     def add_request(self, uncached_tokens: int, num_tokens: int, for_peer: bool = False) -> None:
         """Count a request: prompt tokens that the node computes, tokens that need room, whether a peer decodes it."""
         self.in_flight += 1
-        self._unreported.append((asyncio.get_running_loop().time(), uncached_tokens, num_tokens, for_peer))
+        now = asyncio.get_running_loop().time()
+        self._unreported.add(SentRequest(now, uncached_tokens, num_tokens, for_peer))
         self._view = None
 
     def remove_request(self) -> None:
@@ -205,17 +205,17 @@ class NodeClient:
         unreported = self._unreported
         block_size = max(1, layout.block_size)
         windows = tuple(window or None for window in layout.group_windows) or (None,)
-        blocks = sum(blocks_for(windows, tokens, block_size) for _, _, tokens, _ in unreported)
+        blocks = unreported.blocks(windows, block_size)
         return RequestLoad(
             requests=load.waiting + load.running + len(unreported),
             waiting=load.waiting,
-            backlog=load.backlog + sum(uncached for _, uncached, _, _ in unreported),
+            backlog=load.backlog + unreported.uncached_tokens,
             free_blocks=max(0, min(load.free_blocks, load.total_blocks) - blocks),
             total_blocks=load.total_blocks,
             block_size=block_size,
             windows=windows,
             decoding=load.decoding,
-            for_peers=load.for_peers + sum(for_peer for _, _, _, for_peer in unreported),
+            for_peers=load.for_peers + unreported.for_peers,
             prompt_share=load.prompt_share,
             itl_target=load.itl_target_ms / 1e3,
             itl_limit=load.itl_limit_ms / 1e3,
@@ -313,8 +313,7 @@ class NodeClient:
         if self.stream is not None and self.description.state == "draining":
             self.stream.drain()
         included = self._reported_at - REPORTED
-        while self._unreported and self._unreported[0][0] < included:
-            self._unreported.popleft()
+        self._unreported.drop_before(included)
         self._view = None
         if changed:
             self._on_change()
