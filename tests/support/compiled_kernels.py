@@ -42,17 +42,19 @@ POINTERS = {
 }
 FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
 LAUNCH = ("num_warps", "num_stages", "maxnreg")
+SIZES = ("inputs", "outputs")  # arguments that are multiples of 16, as they are in models
 
 
 def sass_of(kernel: Any, options: dict[str, Any], kinds: dict[str, str] | None = None) -> str:
-    """Return the code of a kernel whose pointers are aligned.
+    """Return the code of a kernel whose pointers and SIZES are aligned.
 
     ``options`` are its constants and launch options, ``kinds`` types of arguments that others have by these names.
     """
     constants = {name: value for name, value in options.items() if name not in LAUNCH}
     kinds = {name: "fp32" if name in FLOATS else POINTERS.get(name, "i32") for name in kernel.arg_names} | (kinds or {})
     signature = kinds | dict.fromkeys(constants, "constexpr")
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if kinds[name][0] == "*"}
+    is_aligned = [kinds[name][0] == "*" or name in SIZES for name in kernel.arg_names]
+    aligned = {(at,): [["tt.divisibility", 16]] for at, aligns in enumerate(is_aligned) if aligns}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(
         source, target=HOPPER, options={name: options[name] for name in LAUNCH if name in options}
@@ -135,7 +137,7 @@ def four_bits(name: str) -> str:
     tiles = products.choose_tiles(int(rows), 4096, 4096, torch.bfloat16, processors=132)
     assert tiles is not None
     waits = grouped_mxfp4.overwrites_operands((9, 0), triton.__version__)
-    options = products.kernel_options(form, 4096, 4096, torch.bfloat16, tiles) | {"WAITS": waits}
+    options = products.kernel_options(form, 4096, torch.bfloat16, tiles) | {"WAITS": waits}
     kinds = {"zeros": "*i32", "output_scales": "*fp32", "parts": "*fp32", "arrived": "*i32"}
     return sass_of(products._product_kernel, options | {"HAS_BIAS": True, "PDL": int(rows) == 1}, kinds)
 
