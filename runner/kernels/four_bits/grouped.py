@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from runner.kernels.experts.grouped_tiles import (
 )
 from runner.kernels.four_bits import words as layout
 from runner.kernels.four_bits.products import Tiles
-from runner.kernels.four_bits.stack import FourBitStack
+from runner.kernels.four_bits.stack import FourBitForm, FourBitStack
 from runner.kernels.four_bits.unpacking import form_options, products_of_tile
 
 _WORDS = tl.constexpr(layout.WORDS)
@@ -135,16 +137,23 @@ def grouped_product(
         WAITS=must_wait(),
         SORTED=is_sorted,
         BLOCK_ROWS=rows.tile_rows,
-        BLOCK_OUT=tiles.outputs,
-        TOGETHER=1 if tiles.rows <= 32 else _SHARED_TILES,
-        UNROLL=tiles.unroll,
-        WHOLE=stack.inputs % (tiles.unroll * layout.BLOCK) == 0,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **({"maxnreg": tiles.registers} if tiles.registers else {}),
-        **form_options(stack.form, stack.inputs, x.dtype),
+        **kernel_options(stack.form, stack.inputs, x.dtype, tiles),
     )
     return y
+
+
+def kernel_options(form: FourBitForm, inputs: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
+    """Return constants and launch options of products that are cut as ``tiles`` say; sizes are none of them."""
+    return {
+        "BLOCK_OUT": tiles.outputs,
+        "TOGETHER": 1 if tiles.rows <= 32 else _SHARED_TILES,
+        "UNROLL": tiles.unroll,
+        "WHOLE": inputs % (tiles.unroll * layout.BLOCK) == 0,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **({"maxnreg": tiles.registers} if tiles.registers else {}),
+        **form_options(form, inputs, dtype),
+    }
 
 
 def choose_tiles(rows: int, is_sorted: bool, dtype: torch.dtype) -> Tiles:

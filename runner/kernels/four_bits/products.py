@@ -265,7 +265,7 @@ _WIDE = {8: (128, 2, 4, 4), 16: (128, 2, 4, 3), 32: (128, 2, 4, 3), 64: (128, 2,
 _NARROW = {8: (64, 2, 4, 4), 16: (64, 2, 4, 4), 32: (64, 2, 4, 4), 64: (64, 2, 4, 3), 128: (64, 1, 4, 4)}
 _MOST_ROWS = {True: 512, False: 256}  # of wide and other weights; more are multiplied with a dequantized weight
 #: Numbers of tokens whose products have all kernels: of each tile in the tables, of one token, and to dequantize.
-COMPILED_ROWS = (1, 8, 16, 32, 64, 256, 513)
+COMPILED_ROWS = (1, 8, 16, 32, 64, 128, 256, 513)
 _MOST_SPLITS = 8
 _SPLIT = 16  # least blocks of a split
 
