@@ -295,7 +295,7 @@ class Sweep:
             count = CACHE_BYTES // stack.bytes_read + 2
             stacks = [stack, *(copy_of(stack) for _ in range(count - 1))]
             for rows, x in inputs_of.items():
-                chosen = products.choose_tiles(rows, outputs, inputs, torch.bfloat16, processors_of(DEVICE))
+                chosen = products.choose_tiles(rows, outputs, inputs, form, torch.bfloat16, processors_of(DEVICE))
                 for tiles in dict.fromkeys((chosen, *linear_tiles(rows, outputs, inputs))):
                     if not self.has_time():
                         return

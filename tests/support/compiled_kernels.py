@@ -135,10 +135,11 @@ FOUR_BIT_POINTERS = {"zeros": "*i32", "output_scales": "*fp32", "parts": "*fp32"
 
 def four_bits(name: str) -> str:
     """Return the code of products with 4-bit weights, of 4,096 inputs and outputs."""
-    form, _, rows = name.partition(":")
-    tiles = products.choose_tiles(int(rows), 4096, 4096, torch.bfloat16, processors=132)
+    form_name, _, rows = name.partition(":")
+    form = FOUR_BITS[form_name]
+    tiles = products.choose_tiles(int(rows), 4096, 4096, form, torch.bfloat16, processors=132)
     assert tiles is not None
-    options = products.kernel_options(FOUR_BITS[form], 4096, torch.bfloat16, tiles)
+    options = products.kernel_options(form, 4096, torch.bfloat16, tiles)
     options |= {"WAITS": waits(), "HAS_BIAS": True, "PDL": int(rows) == 1}
     return sass_of(products._product_kernel, options, FOUR_BIT_POINTERS)
 

@@ -204,7 +204,7 @@ def product(x: Tensor, stack: FourBitStack, bias: Tensor | None = None, tiles: T
     """Return [tokens, outputs] of x [tokens, inputs], in its dtype; ``tiles`` None: those of ``choose_tiles``."""
     tokens = x.shape[0]
     if tiles is None:
-        tiles = choose_tiles(tokens, stack.outputs, stack.inputs, x.dtype, processors_of(x.device))
+        tiles = choose_tiles(tokens, stack.outputs, stack.inputs, stack.form, x.dtype, processors_of(x.device))
     if tiles is None:
         return F.linear(x, dequantize(stack, 0, x.dtype), bias)
     y = x.new_empty(tokens, stack.outputs)
@@ -259,18 +259,21 @@ def kernel_options(form: FourBitForm, inputs: int, dtype: torch.dtype, tiles: Ti
 
 
 #: Outputs of a tile, blocks in a step, warps and stages by the rows of a tile, as an H200 multiplies fastest
-#: (bench/four_bit_products.py). A weight is wide if its tiles keep all processors busy; the inputs of others are split,
-#: and one token reads them in the tiles of wide ones. NVFP4's and AWQ's best tiles differ by 3 % at most.
-_WIDE = {8: (128, 2, 4, 4), 16: (128, 2, 4, 3), 32: (128, 2, 4, 3), 64: (128, 2, 4, 3), 128: (128, 1, 8, 4)}
+#: (bench/four_bit_products.py). A weight is wide if its tiles keep all processors busy; the inputs of others are split.
+_WIDE = {8: (128, 4, 4, 3), 16: (128, 2, 4, 3), 32: (128, 2, 4, 3), 64: (128, 2, 4, 3), 128: (128, 1, 8, 4)}
 _NARROW = {8: (64, 2, 4, 4), 16: (64, 2, 4, 4), 32: (64, 2, 4, 4), 64: (64, 2, 4, 3), 128: (64, 1, 4, 4)}
+_NARROW_INT4 = {**_NARROW, 8: (64, 4, 4, 3)}
 _MOST_ROWS = {True: 512, False: 256}  # of wide and other weights; more are multiplied with a dequantized weight
-#: Numbers of tokens whose products have all kernels: of each tile in the tables, of one token, and to dequantize.
-COMPILED_ROWS = (1, 8, 16, 32, 64, 128, 256, 513)
 _MOST_SPLITS = 8
 _SPLIT = 16  # least blocks of a split
 
+#: Numbers of tokens whose products have all kernels: of each tile in the tables, of one token, and to dequantize.
+COMPILED_ROWS = (1, 8, 16, 32, 64, 128, 256, 513)
 
-def choose_tiles(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, processors: int) -> Tiles | None:
+
+def choose_tiles(
+    tokens: int, outputs: int, inputs: int, form: FourBitForm, dtype: torch.dtype, processors: int
+) -> Tiles | None:
     """Return how a product is cut; None: the weight is dequantized first."""
     if triton.knobs.runtime.interpret:
         return Tiles(16, 64, 2 if inputs >= 4 * layout.BLOCK else 1, 1, 4, 2)
@@ -278,13 +281,13 @@ def choose_tiles(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, pro
     if dtype == torch.float32 or tokens > _MOST_ROWS[is_wide]:
         return None
     rows = min(max(triton.next_power_of_2(tokens), _LEAST_ROWS), 128)
-    if not is_wide and tokens <= 128:
+    if is_wide:
+        block_out, *options = _WIDE[rows]
+        return Tiles(rows, block_out, 1, *options)
+    if tokens <= 128:
         rows = min(rows, 64)
-    block_out, *options = (_WIDE if is_wide or tokens == 1 else _NARROW)[rows]
-    splits = 1
-    if not is_wide:
-        least = _SPLIT // 2 if tokens == 1 else _SPLIT
-        programs = triton.cdiv(outputs, block_out) * triton.cdiv(tokens, rows)
-        together = 2 if rows > _FEW_ROWS else 3  # programs that fit on a processor
-        splits = max(1, min(together * processors // programs, layout.blocks_of(inputs) // least, _MOST_SPLITS))
+    block_out, *options = (_NARROW if form.is_e2m1 else _NARROW_INT4)[rows]
+    programs = triton.cdiv(outputs, block_out) * triton.cdiv(tokens, rows)
+    together = 2 if rows > _FEW_ROWS else 3  # programs that fit on a processor
+    splits = max(1, min(together * processors // programs, layout.blocks_of(inputs) // _SPLIT, _MOST_SPLITS))
     return Tiles(rows, block_out, splits, *options)
