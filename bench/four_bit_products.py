@@ -62,6 +62,10 @@ LINEAR_TILES = {
     8: [
         (64, 2, 4, 4, 0),
         (64, 4, 4, 3, 0),
+        (64, 4, 4, 6, 0),
+        (64, 4, 4, 8, 0),
+        (64, 8, 4, 4, 0),
+        (128, 4, 4, 6, 0),
         (128, 2, 4, 4, 0),
         (128, 4, 4, 3, 0),
         (256, 1, 4, 4, 0),
@@ -72,7 +76,7 @@ LINEAR_TILES = {
     16: [(64, 2, 4, 4, 0), (128, 2, 4, 3, 0)],
     32: [(64, 2, 4, 4, 0), (128, 2, 4, 3, 0), (128, 1, 4, 5, 0), (128, 2, 8, 3, 80), (256, 2, 8, 3, 0)],
     64: [(64, 2, 4, 3, 0), (128, 2, 4, 3, 0), (128, 2, 8, 3, 0), (256, 1, 8, 4, 0), (256, 2, 16, 3, 0)],
-    128: [(64, 1, 4, 4, 0), (128, 1, 8, 4, 0), (128, 1, 8, 4, 128), (256, 1, 16, 4, 0)],
+    128: [(64, 1, 4, 4, 0), (64, 1, 4, 3, 0), (64, 2, 4, 3, 0), (128, 1, 8, 4, 0), (256, 1, 16, 4, 0)],
     256: [(128, 1, 8, 4, 0), (128, 1, 16, 3, 0)],
 }
 EXPERT_TILES = {
@@ -197,6 +201,10 @@ def check_experts(name: str, checks: Checks) -> None:
             expected,
             relative_error(usual.bfloat16(), expected),
         )
+
+
+def use_dependent_launch(most_rows: int) -> None:
+    products.DEPENDENT_ROWS = most_rows
 
 
 _stacks = dict[tuple[bool, str], FourBitExperts]()
@@ -424,6 +432,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS), help="forms of the sweep")
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS), choices=ROWS, help="rows of the sweep")
     parser.add_argument("--check", action="store_true", help="check results only")
+    parser.add_argument("--dependent-rows", type=int, default=1, help="most rows with dependent launch, 1 to 64")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compilers, 1 to 64")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -431,7 +440,11 @@ def main() -> None:
     deadline = begin + options.seconds
     problems = dict[Task, str]()
     row_counts = tuple(options.rows)
-    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    use_dependent_launch(options.dependent_rows)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        options.processes, context, initializer=use_dependent_launch, initargs=(options.dependent_rows,)
+    ) as pool:
         checks = {pool.submit(check_form, name): name for name in CHECKED}
         wanted = [] if options.check else tasks(row_counts, options.forms)
         compiled = {pool.submit(compile_task, task): task for task in wanted}

@@ -34,6 +34,7 @@ _BLOCK = tl.constexpr(layout.BLOCK)
 _PREFETCHED = tl.constexpr(8)  # blocks of inputs
 _FEW_ROWS = 64  # least rows of a tile whose weights many other tiles read
 _LEAST_ROWS = 8  # as a product's right operand
+DEPENDENT_ROWS = 1  # most tokens of products with dependent launch
 
 
 class Tiles(NamedTuple):
@@ -102,10 +103,10 @@ def _product_kernel(
     """Grid (tiles, splits). The other arguments are those of ``products_of_tile``."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    if PDL:
-        _prefetch(words, tile, split, splits, inputs, outputs, BLOCK_OUT)
-    wait_for_predecessor(PDL)
     height = tl.cdiv(tokens, BLOCK_ROWS)  # tiles that share a block of weights, one after the other
+    if PDL:
+        _prefetch(words, tile // height, split, splits, inputs, outputs, BLOCK_OUT)
+    wait_for_predecessor(PDL)
     row = tile % height * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     out = tile // height * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     held = row < tokens
@@ -234,7 +235,7 @@ def product(x: Tensor, stack: FourBitStack, bias: Tensor | None = None, tiles: T
         HAS_BIAS=bias is not None,
         WAITS=must_wait(),
         **kernel_options(stack.form, stack.inputs, x.dtype, tiles),
-        **pdl_options(y),
+        **pdl_options(y, DEPENDENT_ROWS),
     )
     return y
 
@@ -263,7 +264,7 @@ def kernel_options(form: FourBitForm, inputs: int, dtype: torch.dtype, tiles: Ti
 _WIDE = {8: (128, 4, 4, 3), 16: (128, 2, 4, 3), 32: (128, 2, 4, 3), 64: (128, 2, 4, 3), 128: (128, 1, 8, 4)}
 _NARROW = {8: (64, 2, 4, 4), 16: (64, 2, 4, 4), 32: (64, 2, 4, 4), 64: (64, 2, 4, 3), 128: (64, 1, 4, 4)}
 _NARROW_INT4 = {**_NARROW, 8: (64, 4, 4, 3)}
-_MOST_ROWS = {True: 512, False: 256}  # of wide and other weights; more are multiplied with a dequantized weight
+_MOST_ROWS = {True: 512, False: 256}  # by whether a weight is wide; more are multiplied with a dequantized weight
 _MOST_SPLITS = 8
 _SPLIT = 16  # least blocks of a split
 
