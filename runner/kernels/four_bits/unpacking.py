@@ -23,7 +23,7 @@ from runner.kernels.experts.grouped_tiles import DOT
 from runner.kernels.four_bits import words as layout
 from runner.kernels.four_bits.stack import FourBitForm
 
-_ALL = tl.constexpr(1 << 30)  # inputs of a group that holds all
+_ALL = tl.constexpr(layout.ALL)
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
 _FLOAT32 = tl.constexpr(tl.float32)
 _WORDS = tl.constexpr(layout.WORDS)
@@ -470,7 +470,7 @@ def _weights_of_block(
 @triton.constexpr_function
 def _blocks_together(group, unroll):
     """Return how many blocks of a step have their scales in one piece and group, if steps and groups align."""
-    if group == _ALL.value:
+    if group == layout.ALL:
         return unroll
     blocks = group // layout.BLOCK
     if blocks and unroll % blocks == 0:
@@ -591,7 +591,7 @@ def form_options(form: FourBitForm, inputs: int, dtype: torch.dtype) -> dict[str
     zeros = "with scales" if form.has_pairs(inputs) else "separate" if form.has_zeros else "none"
     return {
         "E2M1": form.is_e2m1,
-        "GROUP": form.group if form.is_e2m1 or form.group < inputs else _ALL.value,
+        "GROUP": form.group if form.is_e2m1 or form.group < inputs else layout.ALL,
         "WIDTH": layout.PIECE if form.has_pairs(inputs) else form.scale_dtype.itemsize,
         "SCALE": SCALE_NAMES[form.scale_dtype],
         "ZEROS": zeros,
