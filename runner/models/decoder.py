@@ -183,7 +183,6 @@ class Decoder(Model):
         self.head.write(hidden, out)
 
     def run_products(self, tokens: Sequence[int], samples: Sequence[int]) -> None:
-        self.context.compile_linears()
         for (in_features, *_), linear in self.context.linears.items():
             for count in tokens:
                 linear.apply(self._zeros(count, in_features))

@@ -268,9 +268,6 @@ _MOST_ROWS = {True: 512, False: 256}  # by whether a weight is wide; more are mu
 _MOST_SPLITS = 8
 _SPLIT = 16  # least blocks of a split
 
-#: Numbers of tokens whose products have all kernels: of each tile in the tables, of one token, and to dequantize.
-COMPILED_ROWS = (1, 8, 16, 32, 64, 128, 256, 513)
-
 
 def choose_tiles(
     tokens: int, outputs: int, inputs: int, form: FourBitForm, dtype: torch.dtype, processors: int

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-
-import torch
 
 from pdserve.config.parallel import RankPosition
 from pdserve.model.model_config import ModelConfig
@@ -69,22 +66,6 @@ class ModelContext:
         path = self.config.linear_format.linear_method if form is None else METHODS[form.kind].linear
         options = form or self.config.quantization
         return linear_method_class(path)(in_features, out_features, bias, self.placement, options)
-
-    def compile_linears(self) -> None:
-        """Compile the kernels of linear layers on threads: Triton compiles without the GIL, each for about a second."""
-        sizes = sorted({rows for linear in self.linears.values() for rows in linear.compiled_rows})
-        if sizes:
-            with ThreadPoolExecutor(len(sizes), "compile") as pool:
-                list(pool.map(self._run_linears, sizes))
-
-    @torch.inference_mode()
-    def _run_linears(self, rows: int) -> None:
-        device = self.placement.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        for (in_features, *_), linear in self.linears.items():
-            if rows in linear.compiled_rows:
-                linear.apply(torch.zeros(rows, in_features, dtype=self.placement.dtype, device=device))
 
     @property
     def silu(self) -> GatedActivation:

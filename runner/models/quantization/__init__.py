@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,8 +40,6 @@ class LinearMethod(ABC):
     """
 
     bias: Tensor | None  # [out_features]
-    #: Numbers of tokens whose products have all kernels of ``apply`` that are compiled on first use.
-    compiled_rows: Sequence[int] = ()
 
     @abstractmethod
     def __init__(

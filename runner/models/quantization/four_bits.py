@@ -142,10 +142,6 @@ class FourBitLinearMethod(LinearMethod):
         self.bias = torch.empty(out_features, device=placement.device, dtype=placement.dtype) if bias else None
         if not options.has_order:
             self._part(0, out_features)
-        if placement.use_triton:
-            from runner.kernels.four_bits.products import COMPILED_ROWS
-
-            self.compiled_rows = COMPILED_ROWS
 
     @property
     def weights(self) -> list[FourBitWeight]:
