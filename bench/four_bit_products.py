@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from four_bit_weights import AWQ, MXFP4, NVFP4, plain_weight, random_stored, relative_error
 from torch import Tensor
 
+from runner.kernels.device_limits import processors_of
 from runner.kernels.experts.grouped_gemm import grouped_gemm
 from runner.kernels.experts.grouped_tiles import GroupedRows, group_rows
 from runner.kernels.four_bits import grouped, products
@@ -51,9 +52,9 @@ LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "do
 EXPERTS = {"gate_up": (1536, 2048), "down": (2048, 768)}
 NUM_EXPERTS = 128
 TOP_K = 8
-ROWS = (1, 8, 32, 64, 128, 256, 512, 8192)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 8192)
 SPLITS = (1, 2, 3, 4, 6, 8)
-MOST_SPLIT_ROWS = 64
+MOST_SPLIT_ROWS = 256
 DEVICE = torch.device("cuda")
 
 #: Outputs of a tile, blocks in a step, warps, stages and registers, by rows of a tile.
@@ -61,6 +62,10 @@ LINEAR_TILES = {
     8: [
         (64, 2, 4, 4, 0),
         (64, 4, 4, 3, 0),
+        (64, 4, 4, 6, 0),
+        (64, 4, 4, 8, 0),
+        (64, 8, 4, 4, 0),
+        (128, 4, 4, 6, 0),
         (128, 2, 4, 4, 0),
         (128, 4, 4, 3, 0),
         (256, 1, 4, 4, 0),
@@ -68,10 +73,19 @@ LINEAR_TILES = {
         (256, 2, 8, 3, 0),
         (256, 4, 8, 3, 0),
     ],
+    16: [(64, 2, 4, 4, 0), (128, 2, 4, 3, 0)],
     32: [(64, 2, 4, 4, 0), (128, 2, 4, 3, 0), (128, 1, 4, 5, 0), (128, 2, 8, 3, 80), (256, 2, 8, 3, 0)],
     64: [(64, 2, 4, 3, 0), (128, 2, 4, 3, 0), (128, 2, 8, 3, 0), (256, 1, 8, 4, 0), (256, 2, 16, 3, 0)],
-    128: [(64, 1, 4, 4, 0), (128, 1, 8, 4, 0), (128, 1, 8, 4, 128), (256, 1, 16, 4, 0)],
-    256: [(128, 1, 8, 4, 0), (128, 1, 16, 3, 0)],
+    128: [
+        (64, 1, 4, 4, 0),
+        (64, 1, 4, 3, 0),
+        (64, 2, 4, 2, 0),
+        (64, 2, 4, 3, 0),
+        (128, 1, 8, 4, 0),
+        (128, 2, 8, 3, 0),
+        (256, 1, 16, 4, 0),
+    ],
+    256: [(64, 1, 4, 3, 0), (128, 1, 8, 4, 0), (128, 1, 8, 3, 0), (128, 2, 8, 2, 0)],
 }
 EXPERT_TILES = {
     8: [(64, 2, 4, 4, 0), (128, 2, 4, 3, 0), (128, 4, 4, 3, 0), (256, 2, 4, 3, 0)],
@@ -98,7 +112,6 @@ class Task(NamedTuple):
 
     experts: bool
     form: str
-    shape: tuple[int, int]  # outputs, inputs
     tiles: Tiles
 
 
@@ -198,14 +211,18 @@ def check_experts(name: str, checks: Checks) -> None:
         )
 
 
-_stacks = dict[tuple[bool, str, tuple[int, int]], FourBitExperts]()
+def use_dependent_launch(most_rows: int) -> None:
+    products.DEPENDENT_ROWS = most_rows
+
+
+_stacks = dict[tuple[bool, str], FourBitExperts]()
 
 
 def compile_task(task: Task) -> str:
     """Compile and run a kernel once, so that the cache has it. Return the problem, if any."""
     try:
-        outputs, inputs = task.shape
-        key = task.experts, task.form, task.shape
+        outputs, inputs = EXPERTS["gate_up"] if task.experts else LINEARS["o"]  # others have the same kernels
+        key = task.experts, task.form
         if key not in _stacks:
             count = 1 if not task.experts else 2
             _stacks[key] = FourBitExperts(count, outputs, inputs, FORMS[task.form], DEVICE, use_triton=True)
@@ -294,12 +311,13 @@ class Sweep:
             count = CACHE_BYTES // stack.bytes_read + 2
             stacks = [stack, *(copy_of(stack) for _ in range(count - 1))]
             for rows, x in inputs_of.items():
-                for tiles in linear_tiles(rows, outputs, inputs):
+                chosen = products.choose_tiles(rows, outputs, inputs, form, torch.bfloat16, processors_of(DEVICE))
+                for tiles in dict.fromkeys((chosen, *linear_tiles(rows, outputs, inputs))):
                     if not self.has_time():
                         return
                     facts = {"layer": name, "rows": rows, "form": form_name, "tiles": list(tiles) if tiles else None}
-                    facts["bytes"] = stack.bytes_read
-                    key = tiles and Task(False, form_name, shape, tiles._replace(splits=1))
+                    facts |= {"bytes": stack.bytes_read, "chosen": tiles == chosen}
+                    key = tiles and Task(False, form_name, tiles._replace(splits=1))
                     problem = self.problems.get(key, "") if key else ""
                     if problem:
                         self.cells.append({**facts, "problem": problem})
@@ -341,7 +359,9 @@ class Sweep:
                         tiles = Tiles(tile_rows, outputs_of_tile, 1, *options)
                         facts = {"layer": f"experts {name}", "rows": rows, "form": form_name, "tiles": list(tiles)}
                         facts["bytes"] = stack.bytes_read * used / NUM_EXPERTS
-                        problem = self.problems.get(Task(True, form_name, shape, tiles))
+                        chosen = grouped.choose_tiles(usual, row_tiles[0].tokens is not None, torch.bfloat16)
+                        facts["chosen"] = tiles == chosen
+                        problem = self.problems.get(Task(True, form_name, tiles))
                         if problem:
                             self.cells.append({**facts, "problem": problem})
                             continue
@@ -364,7 +384,8 @@ def copy_of(stack: FourBitExperts) -> FourBitExperts:
 
 
 def tile_rows_of(rows: int) -> tuple[int, ...]:
-    return {1: (8,), 8: (8,), 32: (32,), 64: (64, 32), 128: (128, 64), 256: (128, 256)}.get(rows, (128, 256))
+    few = {1: (8,), 8: (8,), 16: (16, 8, 32), 32: (32,), 64: (64, 32), 128: (128, 64), 256: (128, 256, 64)}
+    return few.get(rows, (128, 256))
 
 
 def linear_tiles(rows: int, outputs: int, inputs: int) -> Iterator[Tiles | None]:
@@ -375,29 +396,31 @@ def linear_tiles(rows: int, outputs: int, inputs: int) -> Iterator[Tiles | None]
         for block_out, *options in LINEAR_TILES[tile_rows]:
             programs = -(-outputs // block_out) * -(-rows // tile_rows)
             for splits in SPLITS:
-                fits = splits == 1 or (tile_rows <= MOST_SPLIT_ROWS and rows <= 128 and programs * splits <= 132 * 8)
+                fits = splits == 1 or (tile_rows <= MOST_SPLIT_ROWS and rows <= 256 and programs * splits <= 132 * 8)
                 if fits and inputs // 64 // options[0] >= 2 * splits:
                     yield Tiles(tile_rows, block_out, splits, *options)
 
 
 def tasks(row_counts: tuple[int, ...], forms: list[str]) -> Iterator[Task]:
-    """Return the kernels of all cells, those of few rows first."""
+    """Return the kernels of all cells."""
     wanted = {tile_rows for rows in row_counts for tile_rows in tile_rows_of(rows)}
-    for tile_rows in sorted(wanted):
-        for form, shape, options in itertools.product(forms, LINEARS.values(), LINEAR_TILES[tile_rows]):
-            yield Task(False, form, shape, Tiles(tile_rows, options[0], 1, *options[1:]))
-        for form, shape, options in itertools.product(forms, EXPERTS.values(), EXPERT_TILES.get(tile_rows, [])):
-            yield Task(True, form, shape, Tiles(tile_rows, options[0], 1, *options[1:]))
+    for form, tile_rows in itertools.product(forms, sorted(wanted)):
+        for outputs, *options in LINEAR_TILES[tile_rows]:
+            yield Task(False, form, Tiles(tile_rows, outputs, 1, *options))
+    for form, (tile_rows, cuts) in itertools.product(forms, EXPERT_TILES.items()):
+        for outputs, *options in cuts:
+            yield Task(True, form, Tiles(tile_rows, outputs, 1, *options))
 
 
 def summary(cells: list[dict[str, Any]]) -> list[str]:
-    """Return a line per layer and rows: bfloat16's time, and each form's best with its tiles and use of memory."""
+    """Return a line per layer and rows: bfloat16's time, and each form's best and its time as it is chosen."""
     best = dict[tuple[str, int, str], dict[str, Any]]()
+    chosen = {(cell["layer"], cell["rows"], cell["form"]): cell.get("us") for cell in cells if cell.get("chosen")}
     for cell in cells:
         key = cell["layer"], cell["rows"], cell["form"]
         if "us" in cell and (key not in best or cell["us"] < best[key]["us"]):
             best[key] = cell
-    lines = ["layer          rows   bf16 us | form: us (% of 4.8 TB/s) tiles, as Tiles has them |"]
+    lines = ["layer          rows   bf16 us | form: us (% of 4.8 TB/s) tiles, as Tiles has them; us as chosen |"]
     for layer, rows in dict.fromkeys((cell["layer"], cell["rows"]) for cell in cells):
         line = f"{layer:<15}{rows:>4} {best.get((layer, rows, 'bfloat16'), {}).get('us', 0):>9} |"
         for form in FORMS:
@@ -405,7 +428,7 @@ def summary(cells: list[dict[str, Any]]) -> list[str]:
             if cell:
                 share = cell["bytes"] / BYTES_PER_SECOND / (cell["us"] * 1e-6)
                 tiles = "scratch" if cell["tiles"] is None else ",".join(map(str, cell["tiles"]))
-                line += f" {form}: {cell['us']} ({share:.0%}) {tiles} |"
+                line += f" {form}: {cell['us']} ({share:.0%}) {tiles}; {chosen.get((layer, rows, form))} |"
         lines.append(line)
     return lines
 
@@ -417,6 +440,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS), help="forms of the sweep")
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS), choices=ROWS, help="rows of the sweep")
     parser.add_argument("--check", action="store_true", help="check results only")
+    parser.add_argument("--dependent-rows", type=int, default=1, help="most rows with dependent launch, 1 to 64")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compilers, 1 to 64")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -424,7 +448,11 @@ def main() -> None:
     deadline = begin + options.seconds
     problems = dict[Task, str]()
     row_counts = tuple(options.rows)
-    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    use_dependent_launch(options.dependent_rows)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        options.processes, context, initializer=use_dependent_launch, initargs=(options.dependent_rows,)
+    ) as pool:
         checks = {pool.submit(check_form, name): name for name in CHECKED}
         wanted = [] if options.check else tasks(row_counts, options.forms)
         compiled = {pool.submit(compile_task, task): task for task in wanted}

@@ -30,13 +30,13 @@ def wait_for_predecessor(PDL: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
-def pdl_options(tensor: Tensor) -> dict[str, Any]:
+def pdl_options(tensor: Tensor, most_rows: int = 1) -> dict[str, Any]:
     """Return the launch options of a kernel that calls ``wait_for_predecessor`` and has ``tensor``'s number of rows.
 
     Only steps of a single token use dependent launch. With more tokens the products are cuBLAS's, which neither wait
     nor launch early, and waiting programs would be in the way (steps of 128 and 256 tokens were 3 to 13 % slower).
     """
-    if tensor.shape[0] == 1 and _has_pdl(tensor.device):
+    if 1 <= tensor.shape[0] <= most_rows and _has_pdl(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

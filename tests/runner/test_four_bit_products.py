@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 import torch
+import triton
 from four_bit_weights import AWQ, GROUPED, MXFP4, NVFP4, channel, plain_weight, random_stored, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +107,40 @@ def test_tiles_and_splits_change_nothing(tiles: Tiles) -> None:
     assert relative_error(product, x @ expected.t()) < 1e-6
     assert not weight.stack.arrived.any()
     assert torch.equal(products.product(x, weight.stack, None, tiles), product)
+
+
+#: Outputs and inputs of the linear layers of Llama 8B, Llama 70B and Qwen3 8B.
+LAYERS = {
+    "8B": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+    "70B": [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)],
+    "Qwen3 8B": [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)],
+}
+
+
+@pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.parametrize("form", [NVFP4, AWQ], ids=str)
+def test_layers_of_a_model_share_their_few_kernels(
+    model: str, form: FourBitForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is compiled once, for 0.3 to 1 s: whole, and in tensor shards, which change outputs or inputs.
+
+    An H200 has 132 processors.
+    """
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+
+    def kernels(rows: Iterable[int], layers: Iterable[tuple[int, int]]) -> set[str]:
+        kinds = set[str]()
+        for tokens, (outputs, inputs) in itertools.product(rows, layers):
+            tiles = products.choose_tiles(tokens, outputs, inputs, form, torch.bfloat16, 132)
+            options = None if tiles is None else products.kernel_options(form, inputs, torch.bfloat16, tiles)
+            kinds.add(repr((options, options is not None and tokens == 1)))
+        return kinds
+
+    for shards in (1, 2, 4):
+        qkv, output, gate_up, down = LAYERS[model]
+        layers = [(qkv[0] // shards, qkv[1]), (output[0], output[1] // shards)]
+        layers += [(gate_up[0] // shards, gate_up[1]), (down[0], down[1] // shards)]
+        assert len(kernels(range(1, 2048), layers)) <= 16
 
 
 def test_products_without_rows_or_triton() -> None:

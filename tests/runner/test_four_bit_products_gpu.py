@@ -5,9 +5,13 @@ PYTHONPATH=.:tests/support pytest -c /dev/null --noconftest tests/runner/test_fo
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from four_bit_weights import AWQ, GROUPED, NVFP4, channel, plain_weight, random_stored, relative_error
 
 from runner.kernels.four_bits.stack import FourBitForm
@@ -48,6 +52,28 @@ def test_products_err_no_more_than_those_of_rounded_weights(form: FourBitForm, d
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (28672, 4096), (4096, 14336), (777, 3200)])
 def test_products_of_real_sizes(form: FourBitForm, outputs: int, inputs: int) -> None:
     check(form, outputs, inputs, torch.bfloat16, (1, 8, 32, 64, 128, 512, 1024))
+
+
+@pytest.mark.parametrize("form", [NVFP4, AWQ], ids=str)
+def test_later_products_compile_no_kernel(form: FourBitForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of tokens between those of CUDA graphs share kernels with them."""
+    weights = list[FourBitWeight]()
+    for outputs, inputs in [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]:
+        weight = FourBitWeight(outputs, inputs, form, DEVICE, use_triton=True)
+        weight.pack(*random_stored(form, outputs, inputs, device=DEVICE))
+        weights.append(weight)
+
+    def run(rows: Iterable[int]) -> None:
+        for count, weight in itertools.product(rows, weights):
+            weight.product(torch.randn(count, weight.stack.inputs, device=DEVICE).to(torch.bfloat16))
+
+    run((1, 8, 16, 32, 64, 128, 256, 600))
+    compiled = list[str]()
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda *args, **facts: compiled.append(facts["repr"])
+    )
+    run(range(1, 600))
+    assert compiled == []
 
 
 @pytest.mark.parametrize("form", [NVFP4, AWQ], ids=str)

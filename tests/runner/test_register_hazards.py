@@ -93,5 +93,7 @@ def test_all_products_keep_their_operands() -> None:
 def test_products_of_four_bit_weights_keep_their_operands() -> None:
     """Few rows are multiplied without registers that a product may still read."""
     forms = ("nvfp4", "mxfp4", "awq", "int4", "channel")
-    results = compiled([f"four_bits:{form}:{rows}" for form in forms for rows in (1, 32, 64)])
+    kernels = [f"four_bits:{form}:{rows}" for form in forms for rows in (1, 32, 64, 256)]
+    kernels += [f"four_bit_experts:{form}:{rows}" for form in ("nvfp4", "awq") for rows in (0, 8, 64, 128)]
+    results = compiled(kernels)
     assert [result for result in results if result["overwritten"] or result["spilled"]] == []

@@ -1,7 +1,7 @@
 """Compiles kernels for Hopper, without a GPU, and prints the findings of ``sass.py``, a line of JSON each.
 
     python tests/support/compiled_kernels.py gated:TILE_ROWS plain:TILE_ROWS attention:WINDOW delta:KERNEL …
-    python tests/support/compiled_kernels.py latent:KERNEL four_bits:FORM:ROWS …
+    python tests/support/compiled_kernels.py latent:KERNEL four_bits:FORM:ROWS four_bit_experts:FORM:ROWS …
 
 It must run without TRITON_INTERPRET=1, and so in a process of its own.
 """
@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pdserve.model.attention_spec import AttentionSpec
 from runner.kernels import activation, gated_delta, gated_delta_chunks, norm, tiles
 from runner.kernels.attention import decode_attention, latents, prefill_attention
 from runner.kernels.experts import grouped_mxfp4, mxfp4_words
-from runner.kernels.four_bits import products
+from runner.kernels.four_bits import grouped, products
 from runner.placement import TensorPlacement
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -42,17 +43,20 @@ POINTERS = {
 }
 FLOATS = ("alpha", "limit", "scale", "v_scale", "eps")
 LAUNCH = ("num_warps", "num_stages", "maxnreg")
+SIZES = ("inputs", "outputs")  # arguments that are multiples of 16, as they are in models
 
 
 def sass_of(kernel: Any, options: dict[str, Any], kinds: dict[str, str] | None = None) -> str:
-    """Return the code of a kernel whose pointers are aligned.
+    """Return the code of a kernel whose pointers and SIZES are aligned.
 
     ``options`` are its constants and launch options, ``kinds`` types of arguments that others have by these names.
     """
     constants = {name: value for name, value in options.items() if name not in LAUNCH}
-    kinds = {name: "fp32" if name in FLOATS else POINTERS.get(name, "i32") for name in kernel.arg_names} | (kinds or {})
+    pointers = POINTERS | (kinds or {})
+    kinds = {name: "fp32" if name in FLOATS else pointers.get(name, "i32") for name in kernel.arg_names}
     signature = kinds | dict.fromkeys(constants, "constexpr")
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if kinds[name][0] == "*"}
+    is_aligned = [kinds[name][0] == "*" or name in SIZES for name in kernel.arg_names]
+    aligned = {(at,): [["tt.divisibility", 16]] for at, aligns in enumerate(is_aligned) if aligns}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(
         source, target=HOPPER, options={name: options[name] for name in LAUNCH if name in options}
@@ -66,8 +70,7 @@ def sass_of(kernel: Any, options: dict[str, Any], kinds: dict[str, str] | None =
 
 def mxfp4(rows: int, gated: bool) -> str:
     sizes = {"IN": 1440, "OUT": 2880, "GATED": gated, "ROWS_PER_TOKEN": 4, "SORTED": True, "BLOCK_ROWS": rows}
-    waits = grouped_mxfp4.overwrites_operands((9, 0), triton.__version__)
-    sizes |= {"WAITS": waits, "WORDS": mxfp4_words.WORDS}
+    sizes |= {"WAITS": waits(), "WORDS": mxfp4_words.WORDS}
     return sass_of(grouped_mxfp4._grouped_mxfp4_kernel, sizes | grouped_mxfp4._options(rows, torch.bfloat16))
 
 
@@ -126,23 +129,39 @@ def latent(name: str) -> str:
     )
 
 
+FOUR_BITS = {"nvfp4": NVFP4, "mxfp4": MXFP4, "awq": AWQ, "int4": AWQ._replace(group=32), "channel": channel(4096)}
+FOUR_BIT_POINTERS = {"zeros": "*i32", "output_scales": "*fp32", "parts": "*fp32", "arrived": "*i32"}
+
+
 def four_bits(name: str) -> str:
-    """Return the code of products with 4-bit weights of Llama 8B's size."""
+    """Return the code of products with 4-bit weights, of 4,096 inputs and outputs."""
     form_name, _, rows = name.partition(":")
-    form = {"nvfp4": NVFP4, "mxfp4": MXFP4, "awq": AWQ, "int4": AWQ._replace(group=32), "channel": channel(4096)}[
-        form_name
-    ]
-    tiles = products.choose_tiles(int(rows), 4096, 4096, torch.bfloat16, processors=132)
+    form = FOUR_BITS[form_name]
+    tiles = products.choose_tiles(int(rows), 4096, 4096, form, torch.bfloat16, processors=132)
     assert tiles is not None
-    waits = grouped_mxfp4.overwrites_operands((9, 0), triton.__version__)
-    options = products.kernel_options(form, 4096, 4096, torch.bfloat16, tiles) | {"WAITS": waits}
-    kinds = {"zeros": "*i32", "output_scales": "*fp32", "parts": "*fp32", "arrived": "*i32"}
-    return sass_of(products._product_kernel, options | {"HAS_BIAS": True, "PDL": int(rows) == 1}, kinds)
+    options = products.kernel_options(form, 4096, torch.bfloat16, tiles)
+    options |= {"WAITS": waits(), "HAS_BIAS": True, "PDL": int(rows) == 1}
+    return sass_of(products._product_kernel, options, FOUR_BIT_POINTERS)
+
+
+def four_bit_experts(name: str) -> str:
+    """Return the code of products with experts of 4-bit weights, in tiles of a number of rows; 0: unsorted."""
+    form, _, rows = name.partition(":")
+    tile_rows = int(rows) or 8
+    is_sorted = rows != "0"
+    tiles = grouped.choose_tiles(tile_rows, is_sorted, torch.bfloat16)
+    options = grouped.kernel_options(FOUR_BITS[form], 4096, torch.bfloat16, tiles)
+    options |= {"WAITS": waits(), "HAS_BIAS": True, "SORTED": is_sorted, "BLOCK_ROWS": tile_rows}
+    return sass_of(grouped._grouped_kernel, options, FOUR_BIT_POINTERS)
+
+
+def waits() -> bool:
+    return grouped_mxfp4.overwrites_operands((9, 0), triton.__version__)
 
 
 def code_of(kind: str, variant: str) -> str:
-    if kind == "four_bits":
-        return four_bits(variant)
+    if kind in ("four_bits", "four_bit_experts"):
+        return four_bits(variant) if kind == "four_bits" else four_bit_experts(variant)
     if kind in ("delta", "latent"):
         return delta(variant) if kind == "delta" else latent(variant)
     return attention(int(variant)) if kind == "attention" else mxfp4(int(variant), gated=kind == "gated")
@@ -151,10 +170,12 @@ def code_of(kind: str, variant: str) -> str:
 def main() -> None:
     for name in sys.argv[1:]:
         kind, _, variant = name.partition(":")
+        begin = time.monotonic()
         sass = code_of(kind, variant)
+        seconds = round(time.monotonic() - begin, 2)  # to compile, unless Triton's cache has the kernel
         overwritten = [f"{hit.write.text} after {hit.product.text}" for hit in find_overwritten(sass)]
         results = {"kernel": name, "products": count_register_products(sass), "overwritten": overwritten}
-        print(json.dumps({**results, "spilled": count_spills(sass)}), flush=True)
+        print(json.dumps({**results, "spilled": count_spills(sass), "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -66,16 +66,16 @@ def group_rows(experts: Tensor, local: range, least: int = _ROWS, most: int = 12
 
 
 @triton.jit
-def tile_of_program(tiles, OUT_BLOCKS: tl.constexpr, together):
-    """Return the tile and the block of outputs of this program, of a grid (tiles * OUT_BLOCKS,).
+def tile_of_program(tiles, out_blocks, together):
+    """Return the tile and the block of outputs of this program, of a grid (tiles * out_blocks,).
 
     Programs of ``together`` tiles share blocks of weights in the cache.
     """
     program = tl.program_id(0)
-    first_tile = program // (together * OUT_BLOCKS) * together
+    first_tile = program // (together * out_blocks) * together
     height = tl.minimum(tiles - first_tile, together)
-    tile = first_tile + program % (together * OUT_BLOCKS) % height
-    out_block = program % (together * OUT_BLOCKS) // height
+    tile = first_tile + program % (together * out_blocks) % height
+    out_block = program % (together * out_blocks) // height
     return tile, out_block
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from runner.kernels.experts.grouped_tiles import (
 )
 from runner.kernels.four_bits import words as layout
 from runner.kernels.four_bits.products import Tiles
-from runner.kernels.four_bits.stack import FourBitStack
+from runner.kernels.four_bits.stack import FourBitForm, FourBitStack
 from runner.kernels.four_bits.unpacking import form_options, products_of_tile
 
 _WORDS = tl.constexpr(layout.WORDS)
@@ -27,28 +29,32 @@ _MOST_ROWS = 128
 _SHARED_TILES = 8  # tiles of rows whose programs share blocks of weights in the cache
 
 
-@triton.jit(do_not_specialize=["count", "first_expert", "num_experts", "tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "count", "first_expert", "num_experts", "tiles", "blocks", "scale_pieces", "zero_pieces", "rows_per_token"
+    ]
+)  # fmt: skip
 def _grouped_kernel(
-    x,  # [count / ROWS_PER_TOKEN, IN]
-    words,  # [num_experts, BLOCKS, OUT, _WORDS] int16
-    scales,  # [num_experts, SCALE_PIECES, OUT] int32
-    zeros,  # [num_experts, ZERO_PIECES, OUT] int32, read if ZEROS is separate
-    output_scales,  # [num_experts, OUT] float32
-    bias,  # [num_experts, OUT], read if HAS_BIAS
-    y,  # out [count, OUT]
+    x,  # [count / rows_per_token, inputs]
+    words,  # [num_experts, blocks, outputs, _WORDS] int16
+    scales,  # [num_experts, scale_pieces, outputs] int32
+    zeros,  # [num_experts, zero_pieces, outputs] int32, read if ZEROS is separate
+    output_scales,  # [num_experts, outputs] float32
+    bias,  # [num_experts, outputs], read if HAS_BIAS
+    y,  # out [count, outputs]
     assignments,  # [tiles * BLOCK_ROWS] int32, read if SORTED
     experts,  # [tiles] int32
     count,
     first_expert,  # this rank's first expert, for ``experts`` if not SORTED
     num_experts,
     tiles,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SCALE_PIECES: tl.constexpr,
-    ZERO_PIECES: tl.constexpr,
+    blocks,
+    scale_pieces,
+    zero_pieces,
+    rows_per_token,
+    inputs,
+    outputs,
     HAS_BIAS: tl.constexpr,
-    ROWS_PER_TOKEN: tl.constexpr,
     SORTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -59,35 +65,36 @@ def _grouped_kernel(
     SCALE: tl.constexpr,
     ZEROS: tl.constexpr,
     UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr,
     WAITS: tl.constexpr,
     REST: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Grid (tiles * blocks of OUT,). Programs of TOGETHER tiles share blocks of weights in the cache."""
-    OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
-    tile, out_block = tile_of_program(tiles, OUT_BLOCKS, TOGETHER)
+    """Grid (tiles * blocks of outputs,). Programs of TOGETHER tiles share blocks of weights in the cache."""
+    tile, out_block = tile_of_program(tiles, tl.cdiv(outputs, BLOCK_OUT), TOGETHER)
     expert, has_expert = expert_of_tile(experts, tile, first_expert, num_experts, SORTED)
     if has_expert:
-        held, rows = held_rows(assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS), count)
+        assignment = assignments_of_tile(assignments, tile, count, SORTED, BLOCK_ROWS)
+        held, rows = held_rows(assignment, count)
         out = out_block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        stack = expert.to(tl.int64) * OUT
+        stack = expert.to(tl.int64) * outputs
         total = products_of_tile(
             x,
-            words + stack * (BLOCKS * _WORDS),
-            scales + stack * SCALE_PIECES,
-            zeros + stack * ZERO_PIECES,
+            words + stack * (blocks * _WORDS),
+            scales + stack * scale_pieces,
+            zeros + stack * zero_pieces,
             output_scales + stack,
-            rows // ROWS_PER_TOKEN,
+            tl.where(held, assignment // rows_per_token, 0).to(tl.int64),
             held,
             out,
             0,
             1,
-            IN, OUT, E2M1, GROUP, WIDTH, SCALE, ZEROS, UNROLL, TOGETHER == 1, WAITS, REST, DOT,
+            inputs, outputs, E2M1, GROUP, WIDTH, SCALE, ZEROS, UNROLL, WHOLE, TOGETHER == 1, WAITS, REST, DOT,
         )  # fmt: skip
         if HAS_BIAS:
-            total += tl.load(bias + stack + out, mask=out < OUT, other=0.0).to(tl.float32)[:, None]
-        y_at = y + rows[None, :] * OUT + out[:, None]
-        tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & (out < OUT)[:, None])
+            total += tl.load(bias + stack + out, mask=out < outputs, other=0.0).to(tl.float32)[:, None]
+        y_at = y + rows[None, :] * outputs + out[:, None]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=held[None, :] & (out < outputs)[:, None])
 
 
 def rows_of_experts(experts: Tensor, local: range) -> GroupedRows:
@@ -104,7 +111,8 @@ def grouped_product(
     y = x.new_empty(count, stack.outputs)
     if not count:
         return y
-    tiles = tiles or choose_tiles(rows.tile_rows, x.dtype)
+    is_sorted = rows.tokens is not None
+    tiles = tiles or choose_tiles(rows.tile_rows, is_sorted, x.dtype)
     _grouped_kernel[(rows.tiles * triton.cdiv(stack.outputs, tiles.outputs),)](
         x,
         stack.words,
@@ -119,31 +127,42 @@ def grouped_product(
         rows.local.start,
         len(rows.local),
         rows.tiles,
-        IN=stack.inputs,
-        OUT=stack.outputs,
-        BLOCKS=stack.words.shape[1],
-        SCALE_PIECES=stack.scales.shape[1],
-        ZERO_PIECES=stack.zeros.shape[1],
+        stack.words.shape[1],
+        stack.scales.shape[1],
+        stack.zeros.shape[1],
+        count // x.shape[0],
+        stack.inputs,
+        stack.outputs,
         HAS_BIAS=bias is not None,
         WAITS=must_wait(),
-        ROWS_PER_TOKEN=count // x.shape[0],
-        SORTED=rows.tokens is not None,
+        SORTED=is_sorted,
         BLOCK_ROWS=rows.tile_rows,
-        BLOCK_OUT=tiles.outputs,
-        TOGETHER=1 if tiles.rows <= 32 else _SHARED_TILES,
-        UNROLL=tiles.unroll,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **({"maxnreg": tiles.registers} if tiles.registers else {}),
-        **form_options(stack.form, stack.inputs, x.dtype),
+        **kernel_options(stack.form, stack.inputs, x.dtype, tiles),
     )
     return y
 
 
-def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
-    """Return how products with tiles of ``rows`` are cut: few rows read weights, many rows compute."""
+def kernel_options(form: FourBitForm, inputs: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
+    """Return constants and launch options of products that are cut as ``tiles`` say; sizes are none of them."""
+    return {
+        "BLOCK_OUT": tiles.outputs,
+        "TOGETHER": 1 if tiles.rows <= 32 else _SHARED_TILES,
+        "UNROLL": tiles.unroll,
+        "WHOLE": inputs % (tiles.unroll * layout.BLOCK) == 0,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+        **({"maxnreg": tiles.registers} if tiles.registers else {}),
+        **form_options(form, inputs, dtype),
+    }
+
+
+def choose_tiles(rows: int, is_sorted: bool, dtype: torch.dtype) -> Tiles:
+    """Return how products with tiles of ``rows`` are cut: few rows read weights, many rows compute.
+
+    An H200 multiplies fastest so (bench/four_bit_products.py). Unsorted rows are few: an expert has one or two.
+    """
     if dtype == torch.float32:  # multiplied without tensor cores, out of registers: small tiles
         return Tiles(rows, 32, 1, 1, 4, 2)
-    if rows <= 32:
-        return Tiles(rows, 128, 1, 2, 4, 3)
-    return Tiles(rows, 128, 1, 1, 4 if rows <= 64 else 8, 4 if rows <= 64 else 3)
+    if rows > 64:
+        return Tiles(rows, 128, 1, 1, 8, 4)
+    return Tiles(rows, 128, 1, 2 if is_sorted else 4, 4, 3)

@@ -32,13 +32,9 @@ from runner.kernels.four_bits.unpacking import (
 _WORDS = tl.constexpr(layout.WORDS)
 _BLOCK = tl.constexpr(layout.BLOCK)
 _PREFETCHED = tl.constexpr(8)  # blocks of inputs
-_TOGETHER = 8  # tiles of rows whose programs share blocks of weights in the cache
-_MOST_SPLITS = 4
-_MOST_SPLIT = 128  # tokens of products whose inputs are split
-_PROGRAMS = 3  # programs per processor that splits may add up to
 _FEW_ROWS = 64  # least rows of a tile whose weights many other tiles read
 _LEAST_ROWS = 8  # as a product's right operand
-_MOST_ROWS = 256  # more are multiplied with a dequantized weight
+DEPENDENT_ROWS = 1  # most tokens of products with dependent launch
 
 
 class Tiles(NamedTuple):
@@ -54,14 +50,14 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _prefetch(words, tile, split, splits, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_OUT: tl.constexpr):
+def _prefetch(words, tile, split, splits, inputs, outputs, BLOCK_OUT: tl.constexpr):
     """Read the first _PREFETCHED blocks of a tile's words into the L2 cache, while the kernel before still runs."""
-    BLOCKS: tl.constexpr = IN // _BLOCK
+    blocks = inputs // _BLOCK
     index = tl.arange(0, 128)  # a thread each
-    block = split * BLOCKS // splits + index
-    at = words + block * (OUT * _WORDS) + tile * (BLOCK_OUT * _WORDS)
-    is_inside = tile * BLOCK_OUT + BLOCK_OUT <= OUT
-    wanted = tl.where(is_inside, tl.minimum((split + 1) * BLOCKS // splits - block, _PREFETCHED - index), 0)
+    block = split * blocks // splits + index
+    at = words + block * (outputs * _WORDS) + tile * (BLOCK_OUT * _WORDS)
+    is_inside = tile * BLOCK_OUT + BLOCK_OUT <= outputs
+    wanted = tl.where(is_inside, tl.minimum((split + 1) * blocks // splits - block, _PREFETCHED - index), 0)
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0;}",
         "=r,l,r,r",
@@ -74,30 +70,30 @@ def _prefetch(words, tile, split, splits, IN: tl.constexpr, OUT: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _product_kernel(
-    x,  # [tokens, IN]
+    x,  # [tokens, inputs]
     words,
     scales,
     zeros,
     output_scales,
-    bias,  # [OUT], read if HAS_BIAS
-    y,  # out [tokens, OUT]
-    parts,  # scratch [splits, tokens, OUT] float32, used if SPLIT
+    bias,  # [outputs], read if HAS_BIAS
+    y,  # out [tokens, outputs]
+    parts,  # scratch [splits, tokens, outputs] float32, used if SPLIT
     arrived,  # [tiles] int32, 0 before and after; used if SPLIT
     tokens,
     splits,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    inputs,
+    outputs,
     HAS_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    TOGETHER: tl.constexpr,
     E2M1: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     ZEROS: tl.constexpr,
-    SPLIT: tl.constexpr,  # there are several splits
+    SPLIT: tl.constexpr,  # there may be several splits
     UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr,
     ONCE: tl.constexpr,
     WAITS: tl.constexpr,
     REST: tl.constexpr,
@@ -105,27 +101,25 @@ def _product_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (tiles, splits). The other arguments are those of ``products_of_tile``."""
-    OUT_BLOCKS: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     tile = tl.program_id(0)
     split = tl.program_id(1)
+    height = tl.cdiv(tokens, BLOCK_ROWS)  # tiles that share a block of weights, one after the other
     if PDL:
-        _prefetch(words, tile, split, splits, IN, OUT, BLOCK_OUT)
+        _prefetch(words, tile // height, split, splits, inputs, outputs, BLOCK_OUT)
     wait_for_predecessor(PDL)
-    first_tile = tile // (TOGETHER * OUT_BLOCKS) * TOGETHER
-    height = tl.minimum(tl.cdiv(tokens, BLOCK_ROWS) - first_tile, TOGETHER)
-    row = (first_tile + tile % (TOGETHER * OUT_BLOCKS) % height) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    out = tile % (TOGETHER * OUT_BLOCKS) // height * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tile % height * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    out = tile // height * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     held = row < tokens
     rows = tl.where(held, row, 0).to(tl.int64)
     total = products_of_tile(
-        x, words, scales, zeros, output_scales, rows, held, out, split, splits,
-        IN, OUT, E2M1, GROUP, WIDTH, SCALE, ZEROS, UNROLL, ONCE, WAITS, REST, DOT,
+        x, words, scales, zeros, output_scales, rows, held, out, split, splits, inputs, outputs,
+        E2M1, GROUP, WIDTH, SCALE, ZEROS, UNROLL, WHOLE, ONCE, WAITS, REST, DOT,
     )  # fmt: skip
-    kept = held[None, :] & (out < OUT)[:, None]
-    at = rows[None, :] * OUT + out[:, None]
+    kept = held[None, :] & (out < outputs)[:, None]
+    at = rows[None, :] * outputs + out[:, None]
     is_last = True
     if SPLIT:
-        part_size = tokens.to(tl.int64) * OUT
+        part_size = tokens.to(tl.int64) * outputs
         tl.store(parts + split * part_size + at, total, mask=kept)
         tl.debug_barrier()  # all threads have written before this part counts
         is_last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1
@@ -137,7 +131,7 @@ def _product_kernel(
             tl.store(arrived + tile, 0)
     if is_last:
         if HAS_BIAS:
-            total += tl.load(bias + out, mask=out < OUT, other=0.0).to(tl.float32)[:, None]
+            total += tl.load(bias + out, mask=out < outputs, other=0.0).to(tl.float32)[:, None]
         tl.store(y + at, total.to(y.dtype.element_ty), mask=kept)
 
 
@@ -147,9 +141,9 @@ def _dequantize_kernel(
     scales,
     zeros,
     output_scales,
-    weight,  # out [OUT, IN]
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    weight,  # out [outputs, inputs]
+    inputs,
+    outputs,
     E2M1: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -160,16 +154,16 @@ def _dequantize_kernel(
 ):
     """Grid (tiles of outputs, parts of the inputs)."""
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    inside = out < OUT
+    inside = out < outputs
     word = tl.arange(0, _WORDS)
     factor = tl.load(output_scales + out, mask=inside, other=0.0)
     column = tl.arange(0, _BLOCK)
     for index in range(BLOCKS):
         block = tl.program_id(1) * BLOCKS + index
-        exists = out < tl.where(block * _BLOCK < IN, OUT, 0)
-        at = words + block * (OUT * _WORDS) + out[:, None] * _WORDS + word[None, :]
+        exists = out < tl.where(block * _BLOCK < inputs, outputs, 0)
+        at = words + block * (outputs * _WORDS) + out[:, None] * _WORDS + word[None, :]
         bits = tl.load(at, mask=exists[:, None], other=0)
-        scale_bits, zero_bits = load_scales(scales + out, zeros + out, block, exists, OUT, GROUP, WIDTH, ZEROS)
+        scale_bits, zero_bits = load_scales(scales + out, zeros + out, block, exists, outputs, GROUP, WIDTH, ZEROS)
         scale_bits = scale_bits >> place_in_piece(block, GROUP, WIDTH)
         zero_bits = zero_bits >> zero_place(block, GROUP, ZEROS)
         a = float_values(bits, scale_bits, zero_bits, 0, E2M1, GROUP, WIDTH, SCALE, True) * factor[:, None]
@@ -179,8 +173,8 @@ def _dequantize_kernel(
         dtype = weight.dtype.element_ty
         values = tl.join(tl.join(a.to(dtype), c.to(dtype)), tl.join(b.to(dtype), d.to(dtype)))
         values = tl.reshape(tl.permute(values, (0, 2, 3, 1)), (BLOCK_OUT, _BLOCK))
-        weight_at = weight + out[:, None].to(tl.int64) * IN + (block * _BLOCK + column)[None, :]
-        within = (block * _BLOCK + column < IN)[None, :]
+        weight_at = weight + out[:, None].to(tl.int64) * inputs + (block * _BLOCK + column)[None, :]
+        within = (block * _BLOCK + column < inputs)[None, :]
         tl.store(weight_at, values, mask=inside[:, None] & within)
 
 
@@ -197,8 +191,8 @@ def dequantize(stack: FourBitStack, expert: int, dtype: torch.dtype) -> Tensor:
         stack.zeros[expert],
         stack.output_scales[expert],
         weight,
-        IN=stack.inputs,
-        OUT=stack.outputs,
+        stack.inputs,
+        stack.outputs,
         BLOCK_OUT=block_out,
         BLOCKS=blocks,
         num_warps=4,
@@ -211,7 +205,7 @@ def product(x: Tensor, stack: FourBitStack, bias: Tensor | None = None, tiles: T
     """Return [tokens, outputs] of x [tokens, inputs], in its dtype; ``tiles`` None: those of ``choose_tiles``."""
     tokens = x.shape[0]
     if tiles is None:
-        tiles = choose_tiles(tokens, stack.outputs, stack.inputs, x.dtype, processors_of(x.device))
+        tiles = choose_tiles(tokens, stack.outputs, stack.inputs, stack.form, x.dtype, processors_of(x.device))
     if tiles is None:
         return F.linear(x, dequantize(stack, 0, x.dtype), bias)
     y = x.new_empty(tokens, stack.outputs)
@@ -220,7 +214,7 @@ def product(x: Tensor, stack: FourBitStack, bias: Tensor | None = None, tiles: T
     x = x.contiguous()
     out_tiles = triton.cdiv(stack.outputs, tiles.outputs)
     count = triton.cdiv(tokens, tiles.rows) * out_tiles
-    parts = y  # not used
+    parts = stack.output_scales  # not used
     if tiles.splits > 1:
         assert count <= len(stack.arrived), "a product with split inputs has few tiles"
         parts = torch.empty(tiles.splits, tokens, stack.outputs, dtype=torch.float32, device=x.device)
@@ -236,24 +230,27 @@ def product(x: Tensor, stack: FourBitStack, bias: Tensor | None = None, tiles: T
         stack.arrived,
         tokens,
         tiles.splits,
+        stack.inputs,
+        stack.outputs,
         HAS_BIAS=bias is not None,
         WAITS=must_wait(),
-        **kernel_options(stack.form, stack.outputs, stack.inputs, x.dtype, tiles),
-        **pdl_options(y),
+        **kernel_options(stack.form, stack.inputs, x.dtype, tiles),
+        **pdl_options(y, DEPENDENT_ROWS),
     )
     return y
 
 
-def kernel_options(form: FourBitForm, outputs: int, inputs: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
-    """Return the constants and launch options of a product that is cut as ``tiles`` say."""
+def kernel_options(form: FourBitForm, inputs: int, dtype: torch.dtype, tiles: Tiles) -> dict[str, Any]:
+    """Return the constants and launch options of a product that is cut as ``tiles`` say.
+
+    Sizes are none of them, so that the layers of a model share kernels.
+    """
     return {
-        "IN": inputs,
-        "OUT": outputs,
         "BLOCK_ROWS": tiles.rows,
         "BLOCK_OUT": tiles.outputs,
-        "TOGETHER": _TOGETHER,
         "SPLIT": tiles.splits > 1,
         "UNROLL": tiles.unroll,
+        "WHOLE": inputs % (tiles.unroll * layout.BLOCK) == 0,
         "ONCE": tiles.rows <= _FEW_ROWS,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
@@ -262,18 +259,33 @@ def kernel_options(form: FourBitForm, outputs: int, inputs: int, dtype: torch.dt
     }
 
 
-def choose_tiles(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, processors: int) -> Tiles | None:
+#: Outputs of a tile, blocks in a step, warps and stages by the rows of a tile, as an H200 multiplies fastest
+#: (bench/four_bit_products.py). A weight is wide if its tiles keep all processors busy; the inputs of others are split.
+_WIDE = {8: (128, 4, 4, 3), 16: (128, 2, 4, 3), 32: (128, 2, 4, 3), 64: (128, 2, 4, 3), 128: (128, 1, 8, 4)}
+_NARROW = {8: (64, 2, 4, 4), 16: (64, 2, 4, 4), 32: (64, 2, 4, 4), 64: (64, 2, 4, 3), 128: (64, 1, 4, 4)}
+_NARROW_INT4 = {**_NARROW, 8: (64, 4, 4, 3)}
+_MOST_ROWS = {True: 512, False: 256}  # by whether a weight is wide; more are multiplied with a dequantized weight
+_MOST_SPLITS = 8
+_SPLIT = 16  # least blocks of a split
+
+
+def choose_tiles(
+    tokens: int, outputs: int, inputs: int, form: FourBitForm, dtype: torch.dtype, processors: int
+) -> Tiles | None:
     """Return how a product is cut; None: the weight is dequantized first."""
     if triton.knobs.runtime.interpret:
         return Tiles(16, 64, 2 if inputs >= 4 * layout.BLOCK else 1, 1, 4, 2)
-    if dtype == torch.float32 or tokens > _MOST_ROWS:
+    is_wide = triton.cdiv(outputs, 128) >= processors
+    if dtype == torch.float32 or tokens > _MOST_ROWS[is_wide]:
         return None
-    if tokens > _MOST_SPLIT:
-        return Tiles(128, 128, 1, 1, 8, 4)
-    rows = min(max(triton.next_power_of_2(tokens), _LEAST_ROWS), 64)
-    block_out = 128 if triton.cdiv(outputs, 128) >= processors else 64
-    unroll = 4 if rows <= _LEAST_ROWS else 2
+    rows = min(max(triton.next_power_of_2(tokens), _LEAST_ROWS), 128)
+    if is_wide:
+        block_out, *options = _WIDE[rows]
+        return Tiles(rows, block_out, 1, *options)
+    if tokens <= 128:
+        rows = min(rows, 64)
+    block_out, *options = (_NARROW if form.is_e2m1 else _NARROW_INT4)[rows]
     programs = triton.cdiv(outputs, block_out) * triton.cdiv(tokens, rows)
-    steps = layout.blocks_of(inputs) // unroll
-    splits = max(1, min(_PROGRAMS * processors // programs, steps // 2, _MOST_SPLITS))
-    return Tiles(rows, block_out, splits, unroll, 4, 3)
+    together = 2 if rows > _FEW_ROWS else 3  # programs that fit on a processor
+    splits = max(1, min(together * processors // programs, layout.blocks_of(inputs) // _SPLIT, _MOST_SPLITS))
+    return Tiles(rows, block_out, splits, *options)

@@ -23,7 +23,7 @@ from runner.kernels.experts.grouped_tiles import DOT
 from runner.kernels.four_bits import words as layout
 from runner.kernels.four_bits.stack import FourBitForm
 
-_ALL = 1 << 30  # inputs of a group that holds all
+_ALL = tl.constexpr(layout.ALL)
 _BFLOAT16 = tl.constexpr(tl.bfloat16)
 _FLOAT32 = tl.constexpr(tl.float32)
 _WORDS = tl.constexpr(layout.WORDS)
@@ -276,13 +276,13 @@ def scale_values(bits, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _load_piece(at, block, inside, OUT: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr):
+def _load_piece(at, block, inside, outputs, GROUP: tl.constexpr, WIDTH: tl.constexpr):
     """Return the piece [outputs] int32 that has the numbers, of WIDTH bytes, for a block of inputs."""
     if _BLOCK // GROUP * WIDTH == _PIECE:
         piece = block
     else:
         piece = block * _BLOCK // GROUP * WIDTH // _PIECE
-    return tl.load(at + piece * OUT, mask=inside, other=0)
+    return tl.load(at + piece * outputs, mask=inside, other=0)
 
 
 @triton.jit
@@ -297,15 +297,15 @@ def load_scales(
     zeros_at,  # [outputs]
     block,
     inside,  # [outputs]
-    OUT: tl.constexpr,
+    outputs,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
     """Return the pieces [outputs] int32 of a block's scales and zeros."""
-    scales = _load_piece(scales_at, block, inside, OUT, GROUP, WIDTH)
+    scales = _load_piece(scales_at, block, inside, outputs, GROUP, WIDTH)
     if ZEROS == "separate":
-        zeros = _load_piece(zeros_at, block, inside, OUT, GROUP, 1)
+        zeros = _load_piece(zeros_at, block, inside, outputs, GROUP, 1)
     elif ZEROS == "none":
         zeros = tl.full(inside.shape, 0x0808, tl.int32)
     else:
@@ -442,7 +442,7 @@ def _weights_of_block(
     zeros_place,
     block,
     inside,  # [outputs]
-    OUT: tl.constexpr,
+    outputs,
     E2M1: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -453,7 +453,7 @@ def _weights_of_block(
 ):
     """Return the weights [outputs, _BLOCK] of a block of inputs in DOT, with their scales if SCALED."""
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
-    words = tl.load(words_at + block * (OUT * _WORDS), mask=inside[:, None], other=0, eviction_policy=POLICY)
+    words = tl.load(words_at + block * (outputs * _WORDS), mask=inside[:, None], other=0, eviction_policy=POLICY)
     if DOT == _BFLOAT16:
         a, b, c, d = _unpack_pairs(words, scales, zeros, scales_place, zeros_place, E2M1, GROUP, SCALE, SCALED)
     else:
@@ -468,9 +468,9 @@ def _weights_of_block(
 
 
 @triton.constexpr_function
-def _blocks_together(group, inputs, unroll):
+def _blocks_together(group, unroll):
     """Return how many blocks of a step have their scales in one piece and group, if steps and groups align."""
-    if group >= inputs:
+    if group == layout.ALL:
         return unroll
     blocks = group // layout.BLOCK
     if blocks and unroll % blocks == 0:
@@ -486,48 +486,50 @@ def _has_even_steps(group, width, unroll):
 
 @triton.jit
 def products_of_tile(
-    x,  # [any, IN]
-    words,  # [blocks, OUT, _WORDS] int16, of one weight
-    scales,  # [pieces, OUT] int32
-    zeros,  # [pieces, OUT] int32
-    output_scales,  # [OUT] float32
+    x,  # [any, inputs]
+    words,  # [blocks, outputs, _WORDS] int16, of one weight
+    scales,  # [pieces, outputs] int32
+    zeros,  # [pieces, outputs] int32
+    output_scales,  # [outputs] float32
     rows,  # [rows] int64, of x
     held,  # [rows]: others are 0
-    out,  # [outputs]
+    out,  # [tile's outputs]
     split,  # the part of the inputs
     splits,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
+    inputs,
+    outputs,
     E2M1: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SCALE: tl.constexpr,
     ZEROS: tl.constexpr,
     UNROLL: tl.constexpr,  # blocks of inputs in a step
+    WHOLE: tl.constexpr,  # inputs are whole steps
     ONCE: tl.constexpr,  # few other programs read the tile's words
     WAITS: tl.constexpr,
     REST: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Return sums [outputs, rows] float32 over a part of the inputs, scaled. Blocks are those of ``words.py``."""
-    BLOCKS: tl.constexpr = (IN + _BLOCK - 1) // _BLOCK
-    STEPS: tl.constexpr = IN // _BLOCK // UNROLL
     # Sums of a group are scaled, which is exact, where they are few. A single group's are scaled as the total.
-    SCALED: tl.constexpr = GROUP < _BLOCK or (GROUP < IN and ZEROS == "with scales" and rows.shape[0] > _FEW_ROWS)
-    SCALES_SUMS: tl.constexpr = GROUP < IN and not SCALED
-    TOGETHER: tl.constexpr = _blocks_together(GROUP, IN, UNROLL)
-    inside = out < OUT
+    SCALED: tl.constexpr = GROUP < _BLOCK or (GROUP < _ALL and ZEROS == "with scales" and rows.shape[0] > _FEW_ROWS)
+    SCALES_SUMS: tl.constexpr = GROUP < _ALL and not SCALED
+    TOGETHER: tl.constexpr = _blocks_together(GROUP, UNROLL)
+    steps = inputs // (_BLOCK * UNROLL)
+    inside = out < outputs
     column = tl.arange(0, _BLOCK)
     words_at = words + out[:, None] * _WORDS + tl.arange(0, _WORDS)[None, :]
     scales_at = scales + out
     zeros_at = zeros + out
-    x_at = x + rows[None, :] * IN + column[:, None]
+    x_at = x + rows[None, :] * inputs + column[:, None]
     total = tl.zeros([out.shape[0], rows.shape[0]], tl.float32)
-    for step in range(split * STEPS // splits, (split + 1) * STEPS // splits):
+    for step in range(split * steps // splits, (split + 1) * steps // splits):
         for index in tl.static_range(UNROLL):
             block = step * UNROLL + index
             if index % TOGETHER == 0:
-                block_scales, block_zeros = load_scales(scales_at, zeros_at, block, inside, OUT, GROUP, WIDTH, ZEROS)
+                block_scales, block_zeros = load_scales(
+                    scales_at, zeros_at, block, inside, outputs, GROUP, WIDTH, ZEROS
+                )
                 part = total
                 if SCALES_SUMS:
                     part = tl.zeros_like(total)
@@ -542,7 +544,7 @@ def products_of_tile(
                 zeros_place = zero_place(block, GROUP, ZEROS)
             weights = _weights_of_block(
                 words_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
-                OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
+                outputs, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
             )  # fmt: skip
             values = tl.load(x_at + block * _BLOCK, mask=held[None, :], other=0.0)
             part = tl.dot(weights, values.to(DOT), part, input_precision="ieee")
@@ -555,30 +557,30 @@ def products_of_tile(
                 total = part
         if WAITS:
             wait_for_products()
-    if STEPS * UNROLL < BLOCKS:  # noqa: SIM102 (one is decided by the compiler)
-        if split == splits - 1:
-            for block in tl.static_range(STEPS * UNROLL, BLOCKS):
-                block_scales, block_zeros = load_scales(scales_at, zeros_at, block, inside, OUT, GROUP, WIDTH, ZEROS)
-                part = total
-                if SCALES_SUMS:
-                    part = tl.zeros_like(total)
-                scales_place = place_in_piece(block, GROUP, WIDTH)
-                zeros_place = zero_place(block, GROUP, ZEROS)
-                within = (column < IN - block * _BLOCK)[:, None]
-                weights = _weights_of_block(
-                    words_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
-                    OUT, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
-                )  # fmt: skip
-                values = tl.load(x_at + block * _BLOCK, mask=held[None, :] & within, other=0.0)
-                part = tl.dot(weights, values.to(DOT), part, input_precision="ieee")
-                if SCALES_SUMS:
-                    total += part * scale_values(block_scales >> scales_place, SCALE)[:, None]
-                else:
-                    total = part
+    if not WHOLE:  # the last split has the blocks that fill no step
+        first = tl.where(split == splits - 1, steps * UNROLL, tl.cdiv(inputs, _BLOCK))
+        for block in tl.range(first, tl.cdiv(inputs, _BLOCK), num_stages=1):
+            block_scales, block_zeros = load_scales(scales_at, zeros_at, block, inside, outputs, GROUP, WIDTH, ZEROS)
+            part = total
+            if SCALES_SUMS:
+                part = tl.zeros_like(total)
+            scales_place = place_in_piece(block, GROUP, WIDTH)
+            zeros_place = zero_place(block, GROUP, ZEROS)
+            within = (column < inputs - block * _BLOCK)[:, None]
+            weights = _weights_of_block(
+                words_at, block_scales, block_zeros, scales_place, zeros_place, block, inside,
+                outputs, E2M1, GROUP, WIDTH, SCALE, SCALED, ONCE, DOT,
+            )  # fmt: skip
+            values = tl.load(x_at + block * _BLOCK, mask=held[None, :] & within, other=0.0)
+            part = tl.dot(weights, values.to(DOT), part, input_precision="ieee")
+            if SCALES_SUMS:
+                total += part * scale_values(block_scales >> scales_place, SCALE)[:, None]
+            else:
+                total = part
             if WAITS:
                 wait_for_products()
     factor = tl.load(output_scales + out, mask=inside, other=0.0) * REST
-    if GROUP >= IN and not E2M1:
+    if GROUP == _ALL:
         factor *= scale_values(tl.load(scales_at, mask=inside, other=0), SCALE)
     return total * factor[:, None]
 
@@ -589,7 +591,7 @@ def form_options(form: FourBitForm, inputs: int, dtype: torch.dtype) -> dict[str
     zeros = "with scales" if form.has_pairs(inputs) else "separate" if form.has_zeros else "none"
     return {
         "E2M1": form.is_e2m1,
-        "GROUP": form.group if form.is_e2m1 or form.group < inputs else _ALL,
+        "GROUP": form.group if form.is_e2m1 or form.group < inputs else layout.ALL,
         "WIDTH": layout.PIECE if form.has_pairs(inputs) else form.scale_dtype.itemsize,
         "SCALE": SCALE_NAMES[form.scale_dtype],
         "ZEROS": zeros,

@@ -23,6 +23,7 @@ BLOCK = 64  # inputs
 PART = 16  # inputs of a block that are at the same place of its words
 WORDS = BLOCK // PART * 4  # words of an output in a block
 PIECE = 4  # bytes of scales or zeros of an output that are stored together
+ALL = 1 << 30  # inputs of a group that holds all, for kernels
 
 E8M0_BIAS = 127
 #: A stored E8M0 scale is an exponent of bfloat16: that of 2^110 times the scale. The other 2^16 might overflow.
