@@ -24,10 +24,14 @@ from pdserve.model.from_transformers.library_configs import library_defaults
 
 #: Kinds of multimodal models, and the kind of their text model where text_config names none.
 MULTIMODAL: Mapping[str, str] = {
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "internvl": "qwen2",
+    "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
@@ -36,16 +40,21 @@ MULTIMODAL: Mapping[str, str] = {
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
 }
+#: First names of kinds of text models, which the library replaces in a multimodal config.
+_RENAMED: Mapping[str, str] = {"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"}
 #: Model type and architecture of native families, by the kind of a text model.
 _NATIVE: Mapping[str, tuple[str, str]] = {
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3ForCausalLM"),
     "gemma4_text": ("gemma4_text", "Gemma4ForCausalLM"),
     "gemma4_unified_text": ("gemma4_text", "Gemma4ForCausalLM"),
+    "glm4v_moe_text": ("glm4_moe", "Glm4MoeForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "qwen3_moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
@@ -75,7 +84,8 @@ def text_kind(values: Mapping[str, Any]) -> str:
     text = values.get("text_config")
     if kind not in MULTIMODAL or not isinstance(text, dict):
         return kind
-    return str(text.get("model_type") or MULTIMODAL[kind])
+    kind_of_text = str(text.get("model_type") or MULTIMODAL[kind])
+    return _RENAMED.get(kind_of_text, kind_of_text)
 
 
 def take_text_part(fields: ConfigFields, native: bool) -> str:

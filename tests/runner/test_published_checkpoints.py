@@ -9,16 +9,19 @@ import pytest
 import torch
 import transformers
 from checkpoints import node_config, reference_greedy
+from differential import logprobs_of
 from published_checkpoints import FORMS
 from safetensors.torch import save_file
 from stepper import Stepper
 
 import runner
 from pdserve.errors import CheckpointError
+from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import WeightChange
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 15, 40)]
 NUM_TOKENS = 6
+FEW_TOKENS = 1024  # vocabularies up to this size are compared as a whole
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # GLM without shared experts
@@ -28,10 +31,18 @@ def test_a_published_form_yields_the_tokens_of_transformers(form: str, tmp_path:
     model_class: Any = getattr(transformers, published.whole)
     reference = model_class.from_pretrained(published.reference, dtype=torch.float32).eval()
     reference.generation_config.eos_token_id = None
-    built = runner.build(node_config(published.checkpoint, max_model_len=200), lambda stage, fraction: None)
+    config = node_config(published.checkpoint, max_model_len=200)
+    built = runner.build(config, lambda stage, fraction: None)
     try:
-        for prompt, sequence in zip(PROMPTS, Stepper(built).generate(PROMPTS, NUM_TOKENS, chunk=7), strict=True):
+        vocabulary = config.model.vocab_size
+        sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=min(vocabulary, FEW_TOKENS))
+        results = Stepper(built).generate(PROMPTS, NUM_TOKENS, sampling, chunk=7)
+        for prompt, sequence in zip(PROMPTS, results, strict=True):
             assert sequence.output == reference_greedy(reference, prompt, NUM_TOKENS)
+            if vocabulary <= FEW_TOKENS:
+                with torch.inference_mode():
+                    logits = reference(torch.tensor([sequence.tokens])).logits[0, len(prompt) - 1 : -1]
+                torch.testing.assert_close(logprobs_of(sequence), logits.log_softmax(-1), atol=2e-4, rtol=1e-4)
     finally:
         built.close()
 

@@ -38,10 +38,26 @@ _VISION = {
     "qwen3_vl": {"model_type": "qwen3_vl", "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
                  "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
 }  # fmt: skip
+_VISION["exaone4_5"] = {
+    "model_type": "exaone4_5_vision", "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+    "num_key_value_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
+_VISION["glm4v_moe"] = {
+    "model_type": "glm4v_moe_vision", "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+    "image_size": 28, "out_hidden_size": 64}
+_VISION["internvl"] = {
+    "model_type": "internvl_vision", "hidden_size": 32, "intermediate_size": 48, "image_size": [28, 28],
+    "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": [14, 14]}
+_VISION["kimi_k25"] = {
+    "model_type": "kimi_k25_vision", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
+    "num_hidden_layers": 1, "pos_emb_height": 4, "pos_emb_width": 4}
 _VISION["qwen3_vl_moe"] = {**_VISION["qwen3_vl"], "model_type": "qwen3_vl_moe"}
 _VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16}  # fmt: skip
+_EXPERTS = {
+    "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_group": 1, "n_routed_experts": 8,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5,
+    "topk_group": 1}  # fmt: skip
 _DEEPSEEK_ROPE = {"beta_slow": 1, "original_max_position_embeddings": 16}
 _FP8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
         "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]}  # fmt: skip
@@ -230,6 +246,90 @@ def kimi_k2(path: Path) -> Published:
     return _deepseek(path, "deepseek_v3", {"n_group": 1, "topk_group": 1}, rope, config)
 
 
+def kimi_k2_5(path: Path) -> Published:
+    """Like Kimi-K2.5 and its successors: the config of Kimi K2 around which is a tower, and each expert by its name."""
+    sizes = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    rope = {**_DEEPSEEK_ROPE, "beta_fast": 32.0, "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    text = {**sizes, **_EXPERTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",
+            "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001,
+            "ep_size": 1, "hidden_act": "silu", "kv_lora_rank": 16, "max_position_embeddings": 256,
+            "moe_layer_freq": 1, "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "q_lora_rank": 24,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "rms_norm_eps": 1e-05,
+            "rope_scaling": {**rope, "type": "yarn"}, "rope_theta": 50000.0, "scoring_func": "sigmoid",
+            "seq_aux": True, "topk_method": "noaux_tc", "v_head_dim": 16, "vocab_size": 160}  # fmt: skip
+    config = {"architectures": ["Kimi_K25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text,
+              "image_token_id": 155, "media_placeholder_token_id": 155, "tie_word_embeddings": False,
+              "torch_dtype": "float32"}  # fmt: skip
+    published = _multimodal(path, config, tied=False)
+    written = json.loads((published.checkpoint / "config.json").read_text())
+    written["architectures"] = ["KimiK25ForConditionalGeneration"]
+    (published.checkpoint / "config.json").write_text(json.dumps(written))
+    return _with_single_experts(published)
+
+
+def glm_4_5v(path: Path) -> Published:
+    """Like GLM-4.5V and GLM-4.6V: GLM-4.5 with three positions of a token, and each expert by its name."""
+    rope = {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5, "rope_theta": 10000.0, "rope_type": "default"}
+    text = {**_SIZES, **_EXPERTS, "model_type": "glm4v_moe_text", "attention_bias": True, "dtype": "float32",
+            "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_parameters": rope,
+            "use_qk_norm": False, "vocab_size": 160}  # fmt: skip
+    config = {"architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe", "text_config": text,
+              "eos_token_id": [2, 3], "image_token_id": 155, "image_start_token_id": 152, "image_end_token_id": 153,
+              "tie_word_embeddings": False, "video_token_id": 156, "video_start_token_id": 157,
+              "video_end_token_id": 158}  # fmt: skip
+    return _with_single_experts(_multimodal(path, config, tied=False, new_names=True))
+
+
+def exaone_4_5(path: Path) -> Published:
+    """Like EXAONE-4.5-33B: the text model has the kind of the first release."""
+    text = {**_SIZES, "model_type": "exaone4_5_text", "hidden_act": "silu", "max_position_embeddings": 4096,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"], "rms_norm_eps": 1e-05,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_window": 8,
+            "sliding_window_pattern": "LGG", "vocab_size": 160}  # fmt: skip
+    config = {"architectures": ["Exaone4_5_ForConditionalGeneration"], "model_type": "exaone4_5", "text_config": text,
+              "image_token_id": 155, "tie_word_embeddings": False, "video_token_id": 156}  # fmt: skip
+    return _multimodal(path, config, tied=False, new_names=True)
+
+
+def internvl(path: Path) -> Published:
+    """Like InternVL3-8B-hf: Qwen2, by the first names."""
+    sizes = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    text = {**sizes, "model_type": "qwen2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0, "use_sliding_window": False, "vocab_size": 160}  # fmt: skip
+    return _multimodal(path, _internvl(text), tied=False)
+
+
+def internvl_moe(path: Path) -> Published:
+    """Like InternVL3.5-30B-A3B-HF: Qwen3 with experts."""
+    text = {**_SIZES, "model_type": "qwen3_moe", "decoder_sparse_step": 1, "max_position_embeddings": 4096,
+            "mlp_only_layers": [], "moe_intermediate_size": 48, "norm_topk_prob": True, "num_experts": 8,
+            "num_experts_per_tok": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "vocab_size": 160}  # fmt: skip
+    return _with_single_experts(_multimodal(path, _internvl(text), tied=False))
+
+
+def _internvl(text: dict[str, Any]) -> dict[str, Any]:
+    return {"architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl", "image_token_id": 155,
+            "downsample_ratio": 0.5, "projector_hidden_act": "gelu", "text_config": text,
+            "tie_word_embeddings": False, "vision_feature_layer": -1}  # fmt: skip
+
+
+def _with_single_experts(plain: Published) -> Published:
+    """Store each expert's projections by their names in the published checkpoint."""
+    file = plain.checkpoint / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        module, _, projection = name.rpartition(".")
+        if not module.endswith(".mlp.experts"):
+            tensors[name] = tensor
+            continue
+        names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+        for expert, weight in enumerate(tensor):
+            parts = zip(names, weight.chunk(len(names)), strict=True)
+            tensors |= {f"{module}.{expert}.{part}.weight": rows.contiguous() for part, rows in parts}
+    save_file(tensors, file, {"format": "pt"})
+    return plain
+
+
 def _deepseek(path: Path, family: str, sizes: dict[str, Any], rope: dict[str, Any], more: dict[str, Any]) -> Published:
     """Rewrite the config of a random model as in 2024; ``more`` are further fields."""
     parameters = {**rope, "rope_type": "yarn", "rope_theta": 1e4}
@@ -338,6 +438,11 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "Qwen3-Next": qwen3_next,
     "DeepSeek-V2-Lite": deepseek_v2_lite,
     "Kimi-K2": kimi_k2,
+    "Kimi-K2.5": kimi_k2_5,
+    "GLM-4.5V": glm_4_5v,
+    "EXAONE-4.5": exaone_4_5,
+    "InternVL3": internvl,
+    "InternVL3.5 with experts": internvl_moe,
     "LLaVA 1.5": llava,
 }
 

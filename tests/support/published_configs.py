@@ -281,6 +281,35 @@ def _llama4() -> Fields:
     }
 
 
+def _around(text: Fields, architecture: str, model_type: str, **fields: Any) -> Fields:
+    """Return the config of a multimodal model with the parts that all have."""
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, **fields.pop("vision_config", {})}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": {**_SIZES, **text},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vision_config": vision,
+        **fields,
+    }
+
+
+def _kimi_k2_5() -> Fields:
+    text = _deepseek("DeepseekV3ForCausalLM", "kimi_k2", n_group=1, num_nextn_predict_layers=0,
+                     quantization_config=_COMPRESSED)  # fmt: skip
+    return _around(text, "KimiK25ForConditionalGeneration", "kimi_k25", media_placeholder_token_id=150,
+                   vision_config={"mm_hidden_size": 32, "vt_hidden_size": 32, "vt_num_hidden_layers": 1})  # fmt: skip
+
+
+def _glm_4_5v() -> Fields:
+    text = _glm("", "glm4v_moe_text", attention_bias=True, head_dim=16, partial_rotary_factor=0.5,
+                rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default"})  # fmt: skip
+    del text["architectures"]
+    return _around(text, "Glm4vMoeForConditionalGeneration", "glm4v_moe", image_token_id=150, video_token_id=151,
+                   vision_config={"depth": 1, "model_type": "glm4v_moe"})  # fmt: skip
+
+
 def _mistral3(text: Fields, **fields: Any) -> Fields:
     return {
         "architectures": ["Mistral3ForConditionalGeneration"],
@@ -511,6 +540,13 @@ PUBLISHED: dict[str, PublishedConfig] = {
     "Mistral-Small-3.2-24B": PublishedConfig(
         _mistral3({"model_type": "mistral", "rope_theta": 1000000000.0, "sliding_window": None})
     ),
+    "Kimi-K2.5": PublishedConfig(_kimi_k2_5()),
+    "GLM-4.5V": PublishedConfig(_glm_4_5v()),
+    "InternVL3-8B-hf": PublishedConfig(
+        _around({"max_window_layers": 70, "model_type": "qwen2", "rope_theta": 1000000.0, "use_sliding_window": False},
+                "InternVLForConditionalGeneration", "internvl", image_token_id=150,
+                vision_config={"model_type": "internvl_vision", "num_attention_heads": 2})
+    ),
     "Meta-Llama-3.1-8B-Instruct-AWQ-INT4": PublishedConfig(_llama(quantization_config=_AWQ)),
     "Llama-2-7B-Chat-GPTQ": PublishedConfig(_llama(quantization_config=_GPTQ)),
     "MiniMax-M2-AWQ with its own model_type": PublishedConfig(_minimax("minimax_m2", quantization_config=_AWQ)),
@@ -592,6 +628,14 @@ PUBLISHED: dict[str, PublishedConfig] = {
         _gemma4(attention_k_eq_v=False, num_global_key_value_heads=None, hidden_size_per_layer_input=8,
                 num_key_value_heads=1, num_kv_shared_layers=2, use_double_wide_mlp=True,
                 layer_types=["sliding_attention", "full_attention"] * 2)
+    ),
+    "EXAONE-4.5-33B": PublishedConfig(
+        _around({"head_dim": 16, "layer_types": _GEMMA_LAYERS, "model_type": "exaone4_5_text", "rope_theta": 1000000,
+                 "rope_scaling": {"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                                  "original_max_position_embeddings": 256, "rope_type": "llama3"},
+                 "sliding_window": 64, "sliding_window_pattern": "LLLG"},
+                "Exaone4_5_ForConditionalGeneration", "exaone4_5", image_token_id=150,
+                vision_config={"depth": 1, "fullatt_block_indexes": [0], "model_type": "exaone4_5_vision"})
     ),
     "Mistral-Small-4": PublishedConfig(_mistral_small_4()),
     "Llama-4-Scout up to its chunks": PublishedConfig(_llama4(), max_model_len=128),
