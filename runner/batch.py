@@ -79,6 +79,7 @@ class RotaryCosSin:
 
     cos: Tensor  # [tokens, head_dim / 2] float32, device
     sin: Tensor  # [tokens, head_dim / 2] float32, device
+    query_scale: Tensor | None = None  # [tokens, 1, 1] float32, device: factor of queries; None: 1 for all
 
 
 class Routing(NamedTuple):

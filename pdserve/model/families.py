@@ -24,17 +24,28 @@ from pdserve.model.moe import (
     glm4_moe_lite,
     gpt_oss,
     minimax_m2,
+    mistral4,
     mixtral,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
 )
 from pdserve.model.recurrent import linear_attention_layers
+from pdserve.model.rope import RopeConfig, read_rope, read_rope_of_latents, read_rope_of_mistral
 
 _V1_AND_V2 = "v1-and-v2"
 _STATES_AND_LATENTS = "recurrent-and-latent-models"
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
+_TRAINED = "original_max_position_embeddings"
+_MISTRAL_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _GATED_DELTA: Mapping[str, Any] = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -134,6 +145,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
     partial_rotary: bool = False  # RoPE may rotate only the first part of each head
+    rope: Callable[[ConfigFields, int, int, bool], RopeConfig] = read_rope
     # Name prefix of the layer that predicts further tokens and makes drafts; "": checkpoints have no such layer, or it
     # does not run here. {layer} is the number of layers of the model.
     predictor: str = ""
@@ -152,6 +164,20 @@ FAMILIES: dict[str, DecoderFamily] = {
         windows=windows_by_layer_type,
         v2_figures=_V1_AND_V2,
         v2_figures_of="LlamaForCausalLM",
+        v2_is_faster=True,
+    ),
+    "Ministral3ForCausalLM": DecoderFamily(
+        module="ministral3",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {**_MISTRAL_ROPE, "rope_theta": 1e6, "factor": 16.0, _TRAINED: 16_384},
+        },
+        windows=same_window,
+        rope=read_rope_of_mistral,
+        v2_figures=_V1_AND_V2,
+        v2_figures_of="LlamaForCausalLM",  # beside them, queries are multiplied by their scale
         v2_is_faster=True,
     ),
     "Qwen2ForCausalLM": DecoderFamily(
@@ -371,6 +397,28 @@ FAMILIES: dict[str, DecoderFamily] = {
         predictor="model.layers.{layer}.",
         moe=deepseek_v3,
         v2_figures=_STATES_AND_LATENTS,
+    ),
+    "Mistral4ForCausalLM": DecoderFamily(
+        module="mistral4",
+        defaults={
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 4,
+            "n_routed_experts": 128,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {**_MISTRAL_ROPE, "rope_theta": 1e4, "factor": 128.0, _TRAINED: 8192},
+        },
+        has_latents=True,
+        rope=read_rope_of_latents,
+        moe=mistral4,
+        v2_figures=_STATES_AND_LATENTS,
+        v2_figures_of="DeepseekV3ForCausalLM",  # beside them, queries are multiplied by their scale
     ),
     "Glm4MoeLiteForCausalLM": DecoderFamily(
         module="glm4_moe_lite",

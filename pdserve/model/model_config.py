@@ -41,7 +41,7 @@ from pdserve.model.quantization.weight_formats import (
     storage_rules,
 )
 from pdserve.model.recurrent import read_gated_delta
-from pdserve.model.rope import RopeConfig, read_rope
+from pdserve.model.rope import RopeConfig
 from pdserve.model.text_part import causal_name, take_text_part, text_headers
 from pdserve.model.unread_fields import check_unread, unread_names
 from pdserve.model.unserved_kinds import check_kind
@@ -265,7 +265,7 @@ def _native_decoder(
     rope_head_dim = head_dim if latent is None else latent.qk_rope_head_dim
     rope = RopeConfig(theta=10_000.0)
     if family.complete is None:
-        rope = read_rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
+        rope = family.rope(fields, fields.integer("max_position_embeddings"), rope_head_dim, family.partial_rotary)
     scale = head_dim**-0.5 if latent is None else latent.scale(rope)
     vocab_size = fields.integer("vocab_size")
     dtype = _dtype(model_dir, fields, weight_format)

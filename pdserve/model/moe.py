@@ -113,6 +113,12 @@ def deepseek_v2(fields: ConfigFields, num_layers: int) -> MoEConfig:
     )
 
 
+def mistral4(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    """Return DeepSeek-V3's routing by softmax, without a correction bias."""
+    moe = glm4_moe(fields, num_layers)
+    return msgspec.structs.replace(moe, scoring="softmax", has_correction_bias=False)
+
+
 def deepseek_v3(fields: ConfigFields, num_layers: int) -> MoEConfig:
     fields.choice("scoring_func", fields.get("scoring_func", "sigmoid"), ("sigmoid",))
     fields.choice("topk_method", fields.get("topk_method", "noaux_tc"), ("noaux_tc",))

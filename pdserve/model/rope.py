@@ -17,6 +17,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
     rope_type: str = "default"
     params: dict[str, Any] = {}
     rotary_dim: int = 0  # values of each head that are rotated, from its first; 0: all
+    query_beta: float = 0.0  # queries are scaled by 1 + query_beta * log(1 + position // trained positions)
 
 
 # Rope types with the numbers that each needs beside theta.
@@ -40,6 +41,9 @@ _ROPE_BOUNDS: dict[str, tuple[float, float]] = {
     "mscale_all_dim": (0, 1e3),
     "attention_factor": (1e-6, 1e3),
 }
+QUERY_BETA = "llama_4_scaling_beta"  # in rope_parameters of Mistral's models
+_TRAINED = "original_max_position_embeddings"
+_QUERY_BETAS = (0.0, 100.0)
 _THETA = 10_000.0
 _OTHER_BOUNDS = (-1e15, 1e15)
 _IMAGE_ROPE = ("mrope_section", "mrope_interleaved")  # sections of image positions; text has a single position
@@ -73,6 +77,51 @@ def read_rope(fields: ConfigFields, max_position_embeddings: int, head_dim: int,
     if rope_type == "yarn":
         params.setdefault("factor", max_position_embeddings / params["original_max_position_embeddings"])
     return RopeConfig(theta=float(theta), rope_type=rope_type, params=params, rotary_dim=rotary_dim % head_dim)
+
+
+def read_rope_of_mistral(
+    fields: ConfigFields, max_position_embeddings: int, head_dim: int, partial_rotary: bool
+) -> RopeConfig:
+    """Read rotary embeddings whose parameters also scale queries by their position.
+
+    A missing factor is refused: the library has no value for it.
+    """
+    rope = read_rope(fields, max_position_embeddings, head_dim, partial_rotary)
+    if QUERY_BETA not in rope.params:
+        raise fields.error(
+            f"has rope parameters without {QUERY_BETA!r}, by which queries grow with their position; write 0 there if "
+            "they do not"
+        )
+    beta = fields.check_number(QUERY_BETA, rope.params[QUERY_BETA], *_QUERY_BETAS)
+    if beta and (rope.rope_type == "dynamic" or _TRAINED not in rope.params):
+        raise fields.error(
+            f"has {QUERY_BETA} = {shown(beta)} with rope type {rope.rope_type!r}; supported are 0 and rope types with "
+            f"{_TRAINED}, such as 'yarn'. {REMEDY}"
+        )
+    return msgspec.structs.replace(rope, query_beta=float(beta))
+
+
+def read_rope_of_latents(
+    fields: ConfigFields, max_position_embeddings: int, head_dim: int, partial_rotary: bool
+) -> RopeConfig:
+    """Like ``read_rope_of_mistral``, where ``partial_rotary_factor`` is that part of a head which rotates by design."""
+    name = "partial_rotary_factor"
+    whole = fields.integer("qk_nope_head_dim") + head_dim
+    for place in ("rope_parameters", "rope_scaling", None):
+        values = fields.values if place is None else fields.values.get(place)
+        if not isinstance(values, dict) or values.get(name) is None:
+            continue
+        factor = fields.check_number(name, values[name], 0.0, 1.0)
+        if int(whole * factor) != head_dim:
+            raise fields.error(
+                f"has {name} {shown(factor)}, but qk_rope_head_dim {head_dim} of heads of {whole}. {REMEDY}"
+            )
+        without = {key: value for key, value in values.items() if key != name}
+        if place is None:
+            fields.values = without
+        else:
+            fields.values = {**fields.values, place: without}
+    return read_rope_of_mistral(fields, max_position_embeddings, head_dim, partial_rotary)
 
 
 def _rotary_dim(fields: ConfigFields, params: dict[str, Any], head_dim: int, partial_rotary: bool) -> int:

@@ -158,6 +158,21 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
         (16, 8),
         (33, 200),
     ),
+    "ministral3": ("ministral3", {}, (16, 16), (1, 15, 16, 17, 100, 300)),
+    "ministral3-window": ("ministral3", {"sliding_window": 20, "num_key_value_heads": 1}, (48, 16), (47, 130)),
+    "ministral3-without-scale": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0}, "max_position_embeddings": 256},
+        (16, 16),
+        (100,),
+    ),
+    "mistral4": ("mistral4", {}, (16, 16), (1, 17, 300)),
+    "mistral4-one-group": (
+        "mistral4",
+        {"q_lora_rank": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "fused": True},
+        (48, 16),
+        (47, 130),
+    ),
     "glm4-moe-lite": ("glm4_moe_lite", {}, (16, 16), (1, 17, 300)),
     "glm4-moe-lite-dense": (
         "glm4_moe_lite",
@@ -264,6 +279,8 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         pytest.param("qwen2", {}, marks=pytest.mark.slow),
         pytest.param("mistral", {"sliding_window": 20}, marks=pytest.mark.slow),
         pytest.param("qwen3", {"num_key_value_heads": 1}, marks=pytest.mark.slow),
+        ("ministral3", {}),
+        pytest.param("mistral4", {"q_lora_rank": None}, marks=pytest.mark.slow),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}),
         pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
         pytest.param(

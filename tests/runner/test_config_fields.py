@@ -137,7 +137,7 @@ OLDER |= {"partial_rotary_factor", "per_layer_config", "original_max_position_em
 OLDER |= {"full_attention_interval"}
 #: Attributes that the library looks for and that belong to other kinds of models, to its loader, or to quantization.
 OTHER_KINDS = {"auto_map", "decoder", "fusion_config", "generator", "mlp_layer_types", "mtp_layer_types", "num_heads"}
-OTHER_KINDS |= {"output_loading_info", "quantization_config", "text_config", "transformers_weights"}
+OTHER_KINDS |= {"gguf_file", "output_loading_info", "quantization_config", "text_config", "transformers_weights"}
 OTHER_KINDS |= {"vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"}
 #: Fields that may be refused although the forward pass of the library stays equal: with a cache it does not, or the
 #: file contradicts itself, or native layers need what the library has a default for.

@@ -37,10 +37,11 @@ _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 FAMILIES: tuple[str, ...] = (
     "llama",
     "mistral",
+    "ministral3",
     "qwen2",
     "qwen3",
     "qwen3_moe",
@@ -88,9 +89,25 @@ _LATENT: dict[str, Any] = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.5,
 }
+_SCALED_QUERIES: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}
 CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+    "ministral3": (
+        transformers.Ministral3Config,
+        transformers.Ministral3ForCausalLM,
+        {"head_dim": 16, "rope_parameters": _SCALED_QUERIES},
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
     "qwen3_moe": (
@@ -175,6 +192,11 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.DeepseekV3Config,
         transformers.DeepseekV3ForCausalLM,
         {**_LATENT, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
+    ),
+    "mistral4": (
+        transformers.Mistral4Config,
+        transformers.Mistral4ForCausalLM,
+        {**_LATENT, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "rope_parameters": _SCALED_QUERIES},
     ),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, {**_LATENT}),
     "gemma4_text": (
@@ -380,11 +402,18 @@ def add_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, directory / "more.safetensors")
 
 
+def library_class(path: Path) -> Any:
+    """Return the class that loads a checkpoint: Qwen2's for MiMo, which the library lacks."""
+    classes: dict[str, Any] = {
+        "mimo": transformers.Qwen2ForCausalLM,
+        "mistral4": transformers.Mistral4ForCausalLM,  # which the library lists as multimodal only
+    }
+    return classes.get(json.loads((path / "config.json").read_text())["model_type"], transformers.AutoModelForCausalLM)
+
+
 def reference_model(path: Path, dtype: str = "float32") -> Any:
-    """Return the transformers model of a checkpoint; Qwen2's for MiMo, which the library lacks."""
-    is_mimo = json.loads((path / "config.json").read_text())["model_type"] == "mimo"
-    model_class: Any = transformers.Qwen2ForCausalLM if is_mimo else transformers.AutoModelForCausalLM
-    model: Any = model_class.from_pretrained(path, dtype=getattr(torch, dtype))
+    """Return the transformers model of a checkpoint."""
+    model: Any = library_class(path).from_pretrained(path, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None  # ``generate`` would forbid EOS until min_new_tokens
     return model.eval()
 

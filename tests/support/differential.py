@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from checkpoints import node_config, reference_greedy
+from checkpoints import library_class, node_config, reference_greedy
 from stepper import Running, Stepper
 from torch import Tensor
 
@@ -35,14 +34,13 @@ class LibraryError(Exception):
 
 
 class Library:
-    """The transformers model of a checkpoint, as AutoModelForCausalLM chooses and loads it."""
+    """The transformers model of a checkpoint, as the library loads it."""
 
     def __init__(self, directory: Path) -> None:
         """Raises LibraryError, also if a parameter is missing: the library would draw it at random."""
-        auto: Any = transformers.AutoModelForCausalLM
         self.model: Any
         try:
-            self.model, info = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+            self.model, info = library_class(directory).from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
         except Exception as exc:  # the library's checks raise many types
             raise LibraryError(f"{type(exc).__name__}: {exc}") from exc
         if wrong := info["missing_keys"] or info["mismatched_keys"]:

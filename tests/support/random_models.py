@@ -62,6 +62,12 @@ def draw_model(numbers: random.Random, families: Sequence[str] = FAMILIES) -> Ra
         fields["rope_parameters"] = _two_ropes(numbers, fields)
     else:
         fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2", *RECURRENT))
+    if family == "mistral4":  # for other types, the library rotates as many values as whole heads have
+        while fields["rope_parameters"]["rope_type"] not in ("yarn", "llama3"):
+            fields["rope_theta"] = fields["rope_parameters"]["rope_theta"]
+            fields["rope_parameters"] = _rope(numbers, fields, partial=False)
+    if family in ("ministral3", "mistral4"):
+        fields["rope_parameters"] |= _query_scale(numbers, fields)
     legacy = numbers.random() < 0.4 and family != "gemma4_text"
     if legacy and family == "gpt_oss" and fields["rope_parameters"]["rope_type"] == "default":
         legacy = False  # without rope_scaling it has YaRN
@@ -107,7 +113,8 @@ def draw_prompts(numbers: random.Random, model: RandomModel, num_tokens: int, mo
 def fits_v2(model: RandomModel) -> bool:
     """Whether Triton has kernels for its head sizes, and V2 its rotary embeddings."""
     dynamic = model.fields["rope_parameters"].get("rope_type") == "dynamic"
-    sizes = model.fields["head_dim"], model.fields.get("global_head_dim", 16), model.fields.get("kv_lora_rank", 16)
+    rotated = model.fields.get("qk_rope_head_dim", model.fields["head_dim"])
+    sizes = rotated, model.fields.get("global_head_dim", 16), model.fields.get("kv_lora_rank", 16)
     return all(fits_triton(size) for size in sizes) and not dynamic
 
 
@@ -146,6 +153,19 @@ def _mistral(numbers: random.Random, fields: Fields) -> Fields:
     if window is not None and numbers.random() < 0.5:
         return {"sliding_window": window, "layer_types": _layer_types(numbers, fields)}
     return {"sliding_window": window}
+
+
+def _ministral3(numbers: random.Random, fields: Fields) -> Fields:
+    return {"sliding_window": numbers.choice((None, None, 2, 20))}
+
+
+def _query_scale(numbers: random.Random, fields: Fields) -> Fields:
+    """Return further rope_parameters; the library has no scale of queries without a trained length."""
+    rope = fields["rope_parameters"]
+    if rope["rope_type"] in ("default", "linear", "dynamic"):
+        rope["original_max_position_embeddings"] = fields["max_position_embeddings"] // 4
+    no_scale = rope["rope_type"] == "dynamic"
+    return {"llama_4_scaling_beta": 0.0 if no_scale else numbers.choice((0.0, 0.1, 0.1, 1.0))}
 
 
 def _qwen2(numbers: random.Random, fields: Fields) -> Fields:
@@ -278,6 +298,12 @@ def _deepseek_v3(numbers: random.Random, fields: Fields) -> Fields:
     return {**_latent(numbers, fields), "rope_interleave": numbers.choice(_BOOLEANS)}
 
 
+def _mistral4(numbers: random.Random, fields: Fields) -> Fields:
+    drawn = _deepseek_v3(numbers, fields)
+    del drawn["num_mtp_layers"]
+    return {**drawn, "head_dim": drawn["qk_nope_head_dim"] + drawn["qk_rope_head_dim"]}
+
+
 def _glm4_moe_lite(numbers: random.Random, fields: Fields) -> Fields:
     types = [numbers.choice(("dense", "sparse")) for _ in range(fields["num_hidden_layers"])]
     drawn = _deepseek_v3(numbers, fields)
@@ -340,6 +366,7 @@ def _two_ropes(numbers: random.Random, fields: Fields) -> Fields:
 _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "llama": _llama,
     "mistral": _mistral,
+    "ministral3": _ministral3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
@@ -352,6 +379,7 @@ _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "qwen3_5_moe_text": _recurrent_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "mistral4": _mistral4,
     "glm4_moe_lite": _glm4_moe_lite,
     "gemma4_text": _gemma4,
 }

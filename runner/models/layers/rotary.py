@@ -37,6 +37,7 @@ class RotaryEmbedding:
         positions = torch.arange(0 if self.depends_on_length else max_positions, device=device)
         # [max_positions, head_dim]: cos, then sin
         self._table = torch.cat(self._cos_sin(positions, inv_freq.to(device)), dim=1)
+        self._query_scales = _query_scales(rope, positions) if rope.query_beta else None  # [max_positions]
         self._axes = None if sections is None else _axes(sections, head_dim // 2).repeat(2).to(device)
 
     def __call__(self, positions: Tensor, lengths: Tensor | None) -> RotaryCosSin:
@@ -54,7 +55,9 @@ class RotaryEmbedding:
             cos, sin = self._table.gather(0, positions[self._axes].t()).chunk(2, dim=1)
         else:
             cos, sin = self._table.index_select(0, positions).chunk(2, dim=1)
-        return RotaryCosSin(cos, sin)
+        if self._query_scales is None:
+            return RotaryCosSin(cos, sin)
+        return RotaryCosSin(cos, sin, self._query_scales.index_select(0, positions)[:, None, None])
 
     def _cos_sin(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         """Return both [tokens, head_dim / 2], from inverse frequencies of rotated pairs that broadcast against them."""
@@ -74,6 +77,17 @@ class RotaryEmbedding:
         theta = self._rope.theta * stretch ** (dim / (dim - 2))
         inv_freq: Tensor = 1.0 / theta[:, None] ** self._exponents
         return inv_freq
+
+
+def scale_queries(queries: Tensor, rotary: RotaryCosSin) -> Tensor:
+    """Multiply queries [tokens, num_heads, head_dim] in place by the scales of their positions, if there are any."""
+    return queries if rotary.query_scale is None else queries.mul_(rotary.query_scale)
+
+
+def _query_scales(rope: RopeConfig, positions: Tensor) -> Tensor:
+    """Return the scale of queries at ``positions`` [tokens], float32, as in the library's models/ministral3."""
+    periods = torch.floor(positions / rope.params["original_max_position_embeddings"])
+    return 1 + rope.query_beta * torch.log(1 + periods)
 
 
 def _axes(sections: tuple[int, int, int], pairs: int) -> Tensor:
