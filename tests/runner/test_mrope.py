@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from checkpoints import node_config
+from checkpoints import CONFIG_CLASSES, node_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from image_checkpoints import KINDS, ImageReference, encode, make_image_checkpoint, random_image
@@ -56,6 +56,17 @@ def _rope(rotary_dim: int, sections: tuple[int, int, int]) -> tuple[Any, RopeCon
     return Qwen3_5TextRotaryEmbedding(config), RopeConfig(theta=5e6, rotary_dim=rotary_dim), sections
 
 
+#: Kinds with another text model.
+TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Ministral 3": (
+        "mistral3",
+        {  # with this seed, no answer has the token of images
+            "model_type": "ministral3",
+            "rope_parameters": CONFIG_CLASSES["ministral3"][2]["rope_parameters"],
+            "seed": 1,
+        },
+    ),
+}
 ROPES = {"whole heads": _rope(0, (6, 5, 5)), "half of a head": _rope(16, (3, 3, 2)), "long time": _rope(0, (10, 4, 2))}
 
 
@@ -76,6 +87,7 @@ class Seeing:
         decoder: Decoder = self.runner._model.decoder  # type: ignore[attr-defined]
         decoder.images = self.inputs
         self.reference = ImageReference(checkpoint)
+        self.has_axes = not self.reference.is_pixtral  # its positions are indices
 
     def encode(self, image: Image.Image) -> Features:
         assert self.processor is not None
@@ -92,8 +104,8 @@ class Seeing:
             start = sequence.computed
             end = min(start + chunk, len(sequence.tokens))
             if spans and start < len(ids):
-                self._begin(spans, features, start, end)
-            else:
+                self._begin(ids, spans, features, range(start, end))
+            elif self.has_axes:
                 self.inputs.offsets[0] = rope_delta(spans)
             stepper.step(chunk)
             self.inputs.end()
@@ -105,23 +117,24 @@ class Seeing:
         stepper.finish(seq)
         return sequence.output, torch.tensor(prompt + sampled)
 
-    def _begin(self, spans: Images, features: list[Features], start: int, end: int) -> None:
-        axes = torch.from_numpy(rope_offsets(spans, start, end))
+    def _begin(self, ids: list[int], spans: Images, features: list[Features], step: range) -> None:
+        axes = torch.from_numpy(rope_offsets(spans, step.start, step.stop)) if self.has_axes else None
         rows = []
         values = []
         deepstack = []
         for span, feature in zip(spans, features, strict=True):
-            first = max(start, span.start)
-            last = max(first, min(end, span.end))
-            rows.append(torch.arange(first - start, last - start))
-            values.append(feature.embeddings[first - span.start : last - span.start])
-            deepstack.append(feature.deepstack[:, first - span.start : last - span.start])
+            places = [at for at in range(span.start, span.end) if ids[at] == self.reference.image_token_id]
+            chosen = torch.tensor([at in step for at in places])
+            rows.append(torch.tensor(places)[chosen] - step.start)
+            values.append(feature.embeddings[chosen])
+            deepstack.append(feature.deepstack[:, chosen])
         self.inputs.begin(axes, torch.cat(rows), torch.cat(values), torch.cat(deepstack, dim=1))
 
 
-@pytest.fixture(scope="module", params=[kind for kind in KINDS if kind != "mistral3"])
+@pytest.fixture(scope="module", params=[*(kind for kind in KINDS if kind != "mistral3"), *TEXTS])
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    built = Seeing(make_image_checkpoint(tmp_path_factory.mktemp("mrope") / request.param, request.param))
+    kind, text = TEXTS.get(request.param, (request.param, {}))
+    built = Seeing(make_image_checkpoint(tmp_path_factory.mktemp("mrope") / request.param, kind, **text))
     yield built
     built.runner.close()
 
