@@ -45,7 +45,7 @@ def test_kernels_of_all_shapes_are_compiled_on_one_card_at_once(tmp_path: Path) 
 
 
 def test_every_architecture_of_v2_without_a_figure_of_v1_is_measured() -> None:
-    unmeasured = {name for name, family in FAMILIES.items() if not family.v2_is_faster}
+    unmeasured = {name for name, family in FAMILIES.items() if not (family.v2_is_faster or family.v2_figures_of)}
     assert unmeasured <= {measured.architecture for measured in MEASURED}
 
 

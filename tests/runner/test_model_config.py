@@ -295,6 +295,51 @@ def test_a_native_family_serves_the_text_model_of_a_multimodal_checkpoint(tmp_pa
     assert (library.architecture, library.impl) == ("Mistral3ForConditionalGeneration", "transformers")
 
 
+MINISTRAL = {
+    **{name: value for name, value in LLAMA.items() if not name.startswith("rope")},
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+}
+SCALED = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
+
+
+def test_queries_are_scaled_by_the_library_s_factor_unless_a_config_has_another(tmp_path: Path) -> None:
+    default = load(tmp_path, MINISTRAL).rope
+    assert (default.query_beta, default.params["original_max_position_embeddings"]) == (0.1, 16384)
+    assert load(tmp_path, {**MINISTRAL, "rope_parameters": {**SCALED, "llama_4_scaling_beta": 0}}).rope.query_beta == 0
+    older = load(tmp_path, {**MINISTRAL, "rope_scaling": {**SCALED, "type": "yarn"}, "rope_theta": 1e6}).rope
+    assert older == load(tmp_path, {**MINISTRAL, "rope_parameters": {**SCALED, "rope_theta": 1e6}}).rope
+    assert load(tmp_path, {**LLAMA, "rope_scaling": SCALED}).rope.query_beta == 0  # Llama's layers do not read it
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, r"without 'llama_4_scaling_beta'.*write 0 there"),
+        ({**SCALED, "llama_4_scaling_beta": -0.1}, r"llama_4_scaling_beta = -0.1; it must be a number from 0 to 100"),
+        ({**SCALED, "llama_4_scaling_beta": 101}, r"llama_4_scaling_beta = 101; it must be a number from 0 to 100"),
+        ({**SCALED, "rope_type": "dynamic"}, r"llama_4_scaling_beta = 0.1 with rope type 'dynamic'; supported are 0"),
+        ({"llama_4_scaling_beta": 0.1}, r"0.1 with rope type 'default'; .*original_max_position_embeddings"),
+    ],
+)
+def test_a_scale_of_queries_that_cannot_be_is_refused(rope: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, {**MINISTRAL, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize(("factor", "refused"), [(0.4, False), (0.5, True), (None, False)])
+def test_a_factor_of_rotated_values_must_fit_latents(factor: float | None, refused: bool, tmp_path: Path) -> None:
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    rope = {**SCALED, "partial_rotary_factor": factor}
+    config = {**MINISTRAL, **sizes, "architectures": ["Mistral4ForCausalLM"], "model_type": "mistral4"}
+    for fields in ({"rope_parameters": rope}, {"rope_parameters": SCALED, "partial_rotary_factor": factor}):
+        if refused:
+            with pytest.raises(CheckpointError, match=r"factor 0.5, but qk_rope_head_dim 16 of heads of 40"):
+                load(tmp_path, {**config, **fields})
+        else:
+            assert load(tmp_path, {**config, **fields}).rope_head_dim == 16
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -40,7 +40,8 @@ class Library:
         """Raises LibraryError, also if a parameter is missing: the library would draw it at random."""
         self.model: Any
         try:
-            self.model, info = library_class(directory).from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+            model_class = library_class(directory)
+            self.model, info = model_class.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
         except Exception as exc:  # the library's checks raise many types
             raise LibraryError(f"{type(exc).__name__}: {exc}") from exc
         if wrong := info["missing_keys"] or info["mismatched_keys"]:

@@ -39,17 +39,42 @@ _VISION = {
                  "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
 }  # fmt: skip
 _VISION["exaone4_5"] = {
-    "model_type": "exaone4_5_vision", "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
-    "num_key_value_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    "model_type": "exaone4_5_vision",
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+}
 _VISION["glm4v_moe"] = {
-    "model_type": "glm4v_moe_vision", "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
-    "image_size": 28, "out_hidden_size": 64}
+    "model_type": "glm4v_moe_vision",
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "image_size": 28,
+    "out_hidden_size": 64,
+}
 _VISION["internvl"] = {
-    "model_type": "internvl_vision", "hidden_size": 32, "intermediate_size": 48, "image_size": [28, 28],
-    "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": [14, 14]}
+    "model_type": "internvl_vision",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "image_size": [28, 28],
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": [14, 14],
+}
 _VISION["kimi_k25"] = {
-    "model_type": "kimi_k25_vision", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
-    "num_hidden_layers": 1, "pos_emb_height": 4, "pos_emb_width": 4}
+    "model_type": "kimi_k25_vision",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+}
 _VISION["qwen3_vl_moe"] = {**_VISION["qwen3_vl"], "model_type": "qwen3_vl_moe"}
 _VISION["qwen3_5"] = _VISION["qwen3_5_moe"] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,

@@ -326,6 +326,9 @@ def _mistral3(text: Fields, **fields: Any) -> Fields:
     }
 
 
+_MINISTRAL_ROPE = {**_YARN, "llama_4_scaling_beta": 0.1, "rope_theta": 1000000.0, "rope_type": "yarn"}
+
+
 def _mistral_small_4() -> Fields:
     text = {
         **_MLA,
@@ -540,6 +543,23 @@ PUBLISHED: dict[str, PublishedConfig] = {
     "Mistral-Small-3.2-24B": PublishedConfig(
         _mistral3({"model_type": "mistral", "rope_theta": 1000000000.0, "sliding_window": None})
     ),
+    "Ministral-3-8B-Instruct": PublishedConfig(
+        _mistral3({"model_type": "ministral3", "rope_parameters": _MINISTRAL_ROPE, "sliding_window": None,
+                   "tie_word_embeddings": False},
+                  quantization_config={"activation_scheme": "static", "dequantize": False, "quant_method": "fp8",
+                                       "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector",
+                                                                  "lm_head", "model.vision_tower", "vision_tower"],
+                                       "weight_block_size": None})
+    ),
+    "Mistral-Medium-3.5": PublishedConfig(
+        _mistral3({"model_type": "ministral3", "rope_parameters": {**_MINISTRAL_ROPE, "llama_4_scaling_beta": 0},
+                   "sliding_window": None})
+    ),
+    "Devstral-2 without multimodal parts": PublishedConfig(
+        _causal("Ministral3ForCausalLM", "ministral3", attention_dropout=0.0, head_dim=16, pad_token_id=11,
+                rope_parameters=_MINISTRAL_ROPE, sliding_window=None)
+    ),
+    "Mistral-Small-4": PublishedConfig(_mistral_small_4()),
     "Kimi-K2.5": PublishedConfig(_kimi_k2_5()),
     "GLM-4.5V": PublishedConfig(_glm_4_5v()),
     "InternVL3-8B-hf": PublishedConfig(
@@ -637,7 +657,6 @@ PUBLISHED: dict[str, PublishedConfig] = {
                 "Exaone4_5_ForConditionalGeneration", "exaone4_5", image_token_id=150,
                 vision_config={"depth": 1, "fullatt_block_indexes": [0], "model_type": "exaone4_5_vision"})
     ),
-    "Mistral-Small-4": PublishedConfig(_mistral_small_4()),
     "Llama-4-Scout up to its chunks": PublishedConfig(_llama4(), max_model_len=128),
     "MiMo-V2-Flash": PublishedConfig(
         _causal("MiMoV2FlashForCausalLM", "mimo_v2_flash", head_dim=16, hybrid_layer_pattern=[0, 1, 1, 1],
