@@ -66,6 +66,10 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
             "seed": 1,
         },
     ),
+    "Mistral Small 4": (
+        "mistral3",
+        {**CONFIG_CLASSES["mistral4"][2], "head_dim": 40, "model_type": "mistral4", "seed": 1},
+    ),
 }
 ROPES = {"whole heads": _rope(0, (6, 5, 5)), "half of a head": _rope(16, (3, 3, 2)), "long time": _rope(0, (10, 4, 2))}
 

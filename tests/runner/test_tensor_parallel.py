@@ -45,6 +45,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 2}),
     "deepseek-v3-ep": ("deepseek_v3", {"num_hidden_layers": 2}),
+    "ministral3": ("ministral3", {"num_hidden_layers": 2}),
+    "mistral4-ep": ("mistral4", {"num_hidden_layers": 2}),
     "gemma4-e2b": ("gemma4_text", GEMMA4_SIZES["E2B"]),
     "gemma4-26b": ("gemma4_text", GEMMA4_SIZES["26B-A4B"]),
     "gemma4-12b-ep": ("gemma4_text", {**GEMMA4_SIZES["26B-A4B"], "num_global_key_value_heads": 1}),
