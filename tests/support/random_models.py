@@ -113,7 +113,7 @@ def draw_prompts(numbers: random.Random, model: RandomModel, num_tokens: int, mo
 def fits_v2(model: RandomModel) -> bool:
     """Whether Triton has kernels for its head sizes, and V2 its rotary embeddings."""
     dynamic = model.fields["rope_parameters"].get("rope_type") == "dynamic"
-    rotated = model.fields.get("qk_rope_head_dim", model.fields["head_dim"])
+    rotated = model.fields.get("qk_rope_head_dim") or model.fields["head_dim"]
     sizes = rotated, model.fields.get("global_head_dim", 16), model.fields.get("kv_lora_rank", 16)
     return all(fits_triton(size) for size in sizes) and not dynamic
 
