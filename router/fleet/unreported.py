@@ -12,9 +12,9 @@ from pdserve.kv.groups import Windows, blocks_for
 
 
 class SentRequest(NamedTuple):
-    at: float  # when it was sent
-    uncached_tokens: int  # of the prompt, which the node computes
-    num_tokens: int  # that need room
+    at: float  # time it was sent
+    uncached_tokens: int  # prompt tokens that the node computes
+    num_tokens: int  # tokens that need room
     for_peer: bool  # another node decodes it
 
 

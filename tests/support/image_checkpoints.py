@@ -319,6 +319,7 @@ class ImageReference:
         The inputs are patches [patches, columns] float32, or Pixtral's padded images [images, 3, height, width], whose
         grids are heights and widths [images, 2].
         """
+        images = [_on_white(image) for image in images]
         if self.is_pixtral:
             batch = self.processor(list(images), patch_size={"height": 28, "width": 28}, return_tensors="pt")
             return batch["pixel_values"], torch.as_tensor(batch["image_sizes"])
@@ -393,6 +394,14 @@ class ImageReference:
             grids = "image_sizes" if self.is_pixtral else "image_grid_thw"
             given["pixel_values"], given[grids] = self.processed(images)
         return given
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return an image with what is transparent on white, as later versions of the library do."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
 
 
 def _config(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str, Any]:
