@@ -11,7 +11,6 @@ import msgspec
 from pdserve.checkpoint.kv_scales import read_kv_scales
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.config.node_config import NodeConfig
-from pdserve.config.resolution.at_load import quantized_at_load
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.layout import UNSCALED
 from pdserve.model.image_processor import read_image_processor
@@ -36,7 +35,7 @@ def check_same_model(config: NodeConfig, model_dir: Path) -> None:
     mine = config.model
     other = load_model_config(model_dir, mine.impl, embeds=embeds)
     if is_at_load(mine.weight_format) and other.weight_format == UNQUANTIZED:
-        other = quantized_at_load(other, config.options.quantization)
+        other = msgspec.structs.replace(other, weight_format=mine.weight_format, quantization=mine.quantization)
     other = other.with_draft_layers(mine.num_draft_layers, mine.draft_head)
     for name, ours, theirs in _differences(mine, other):
         raise CheckpointError(
