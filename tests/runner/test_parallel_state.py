@@ -21,6 +21,7 @@ import json
 import socket
 import sys
 import torch
+from pdserve.config.node_config import DeviceInfo
 from pdserve.config.parallel import ParallelConfig
 from runner.distributed.parallel_state import ParallelState
 

@@ -78,6 +78,7 @@ TWO_RANKS = """
 import json, socket, sys
 from pathlib import Path
 import msgspec, transformers
+from pdserve.config.node_config import NodeConfig
 from pdserve.errors import PdserveError
 from runner.distributed.parallel_state import ParallelState
 from runner.loading.model_loader import LoadedModel
