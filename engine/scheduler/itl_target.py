@@ -95,8 +95,8 @@ class ItlTarget:
             return None
         self._decodes = -(-decoding // self._stages)
         decode = self._meter.decode.at(self._decodes)
-        target, limit = (max(seconds / self._stages, 2.0 * decode) for seconds in (self.seconds, self.limit))
-        return MixedStep(target, limit, decode)
+        least = 2.0 * decode
+        return MixedStep(max(self.seconds / self._stages, least), max(self.limit / self._stages, least), decode)
 
     def budget(
         self, *, decoding: int, waited: float | None = None, arrival_in: float | None = None, longest: float = 0.0

@@ -3,7 +3,7 @@
 numbers = random.Random("7:12")
 model = draw_model(numbers)                     # a family and fields of its config
 path = model.write(directory)                   # a random checkpoint, in the format of transformers 4 or 5
-options = draw_setup(numbers, model, "V2")      # of compare() in differential.py, and of node_config()
+options = draw_setup(numbers, model, "V2")      # for compare() in differential.py and for node_config()
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _TOGETHER = 1 << 26  # weights of several experts that a GPU packs at a time; a 
 
 
 class FourBitForm(NamedTuple):
-    """What all weights of a format have in common."""
+    """The form of a weight: its codes, its groups of inputs, and the dtype of its scales."""
 
     kind: Literal["e2m1", "int4"]
     group: int  # inputs that share a scale: 16, 32, a multiple of 64, or all
