@@ -15,7 +15,7 @@ import torch
 from fleet import Fleet
 from image_chats import num_images
 from image_checkpoints import KINDS, make_image_checkpoint
-from test_image_answers import FLAGS, OUTPUT, Served, conversations
+from served_images import FLAGS, OUTPUT, Served, conversations
 
 from pdserve.config.runner_oracle import VARIABLE
 
