@@ -354,10 +354,13 @@ def test_a_cancelled_request_leaves_nothing() -> None:
             task = asyncio.create_task(loader.load([source(PHOTO)] * 20, ACCEPTED))
             for _ in range(turns):
                 await asyncio.sleep(0.002)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+            if task.cancel():  # a fast machine loads them all within 50 turns
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            else:
+                task.result().clear()
             assert not loader._waiting
+        del task
         assert loader.memory.num_bytes == 0
         assert len(await loader.load([source(PHOTO)] * 20, ACCEPTED)) == 20
 

@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-ep": ("deepseek_v3", {"topk_group": 4}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
 }
+NUM_GROUPS = {"qwen3-windows": 4}  # KV cache groups, by model; 1 by default
 Case = tuple[str, str, int, int, tuple[int, ...] | None]  # model, runner, stages, shards, layers
 
 
@@ -38,7 +39,7 @@ def config_of(directory: Path, version: str, **options: Any) -> NodeConfig:
         max_num_seqs={"V1": 5, "V2": 3}[version],
         max_batch_tokens=16,
         max_model_len=96,
-        num_blocks=18,
+        num_blocks=18 * NUM_GROUPS.get(directory.name, 1),
         state_slots=7,
         block_size=8,
         kernel_block_size=8,

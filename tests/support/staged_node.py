@@ -29,7 +29,7 @@ import runner
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import StepPipeline
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.scheduler_config import FULL_STEP, SchedulerConfig
+from engine.scheduler.scheduler_config import SchedulerConfig
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import CheckpointError
 from pdserve.ipc.messages import Mode, Submit
@@ -69,17 +69,12 @@ def generate(rank: Any, config: NodeConfig, requests: Sequence[Request], at_once
     The first ``at_once`` requests are submitted at the start, one more with each step.
     """
     scheduler = Scheduler(
-        SchedulerConfig(
-            num_blocks=config.kv_layout.num_blocks,
-            block_size=config.kv_layout.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            full_step=FULL_STEP["cpu"],
-            max_waiting=100,
-            stages=config.parallel.pp,
-            eos_token_ids=config.model.eos_token_ids,
-            num_state_slots=0 if config.state_layout is None else config.state_layout.num_slots,
-        ),
+        msgspec.structs.replace(
+            SchedulerConfig.of_node(config, config.kv_layout, config.state_layout, idle_step=0.0),
+            max_drafts=0,
+            itl_target=0.0,
+            ttft_target=0.0,
+        )
     )
     pipeline = StepPipeline(rank)
     waiting = list(enumerate(requests))

@@ -137,13 +137,16 @@ class WeightGroup(NamedTuple):
 
         ``fill`` keeps no shard: its memory is free once it is packed.
         """
+        self._restore()
+        fill(dict(self.shards()))
+        self.process()
+
+    def _restore(self) -> None:
+        """Unpack what processing has packed; a stage amid the others has no shards in its group of embedding and head."""
         for _, shard in self.shards():
             if shard.memory.is_meta:
                 assert shard.restore is not None
                 shard.restore()
-        del shard
-        fill(dict(self.shards()))
-        self.process()
 
 
 def prefixed(prefix: str, shards: WeightShards) -> WeightShards:
