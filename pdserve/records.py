@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from pdserve.adapters.adapter import NO_ADAPTER_SLOT, AdapterSlot
 from pdserve.images import EncodedImage, Images
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
@@ -161,6 +162,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     state_from: int = NO_SLOT  # slot with the state after ``num_computed`` tokens; NO_SLOT: ``num_computed`` is 0
     images: Images = ()  # all of the prompt
     copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks, copied before its first step
+    adapter_slot: int = NO_ADAPTER_SLOT  # slot of its adapter; NO_ADAPTER_SLOT: the base model
 
     @property
     def num_tokens(self) -> int:
@@ -249,6 +251,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
     dropped_images: tuple[bytes, ...] = ()  # digests of embeddings that no step needs any more; before ``images``
     images: tuple[EncodedImage, ...] = ()  # encoded before the forward pass; pieces may come without ``scheduled``
+    adapters: tuple[AdapterSlot, ...] = ()  # copied to their slots before the forward pass; no sequence uses these
 
     @property
     def has_orders(self) -> bool:
