@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pdserve.adapters.adapter import Adapter
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv.layout import KVLayout, KVRegion
@@ -115,6 +116,15 @@ class ModelRunner(Protocol):
     @property
     def has_weights(self) -> bool:
         """Whether steps can be launched: False after a reload that failed half-way."""
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Read this rank's part of an adapter to host memory. Any thread may call it, beside steps.
+
+        Raises CheckpointError.
+        """
+
+    def drop_adapter(self, digest: str) -> None:
+        """Free the host copy of an adapter that no slot holds. Unknown digests are ignored."""
 
     def close(self) -> None:
         """Free device memory. Idempotent; the runner cannot be used afterwards."""

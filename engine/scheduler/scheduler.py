@@ -21,12 +21,13 @@ durations of earlier steps, which ``apply`` takes, and from when streams of hand
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
 from math import isfinite
 
 import msgspec
 
+from engine.adapters.adapters import AdaptersFactory, no_adapters
 from engine.grammars.constraints import GrammarConstraints
 from engine.grammars.workers import GrammarWorkers
 from engine.images.image_steps import ImagesFactory, no_images
@@ -59,6 +60,24 @@ from pdserve.records import ModelRunnerOutput, StepPlan
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
 
 
+class OpenRequests:
+    """An AdapterUsers."""
+
+    def __init__(self, live: LiveSequences, in_flight: StepsInFlight, constraints: GrammarConstraints) -> None:
+        self._live = live
+        self._in_flight = in_flight
+        self._constraints = constraints
+
+    def requests(self) -> Iterator[Request]:
+        return chain(self._live.requests.values(), self._constraints.compiling)
+
+    def with_slots(self) -> Iterator[Sequence]:
+        return chain(self._live.running.values(), self._live.loading.values(), self._in_flight.sequences)
+
+    def waiting(self) -> Iterator[Sequence]:
+        return iter(self._live.waiting)
+
+
 class Scheduler:
     """The state of all requests of one node. Commands change it between steps; ``plan`` and ``apply`` frame a step.
 
@@ -72,6 +91,7 @@ class Scheduler:
         connector: ConnectorFactory = KVConnectorScheduler,
         drafting: DraftingFactory = no_drafting,
         images: ImagesFactory = no_images,
+        adapters: AdaptersFactory = no_adapters,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -94,20 +114,23 @@ class Scheduler:
         )
         self._choices = ChoiceManager(config.block_size, config.eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
+        self._in_flight = StepsInFlight(config.stages)
+        users = OpenRequests(self._live, self._in_flight, self._constraints)
+        self.adapters = adapters(users, self.events, clock)
         self.room = Room(
             self._live,
             self._kv,
             self.connector,
             self.events,
             self.totals,
+            adapters=self.adapters,
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
-        self._refusals = Refusals(self._live, self.images, self.events, config.max_waiting, self.cancel)
+        self._refusals = Refusals(self._live, self.images, self.adapters, self.events, config.max_waiting, self.cancel)
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
         self._fair_share = FairShare(self._live, self.room, self.totals)
         self._joining = JoiningStreams(self.connector.peers, clock)
-        self._in_flight = StepsInFlight(config.stages)
         self._itl_target = ItlTarget(
             self.meter,
             config.itl_target,
@@ -146,6 +169,8 @@ class Scheduler:
         now = self._clock()
         request = Request(arrived=now - values.pop("age"), **values, branches=branches, waits_since=now)
         longest_output = max(map(len, branches.values()), default=0)
+        if self._refusals.lacks_adapter(request):
+            return
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if self._refusals.never_fits(request, needed, self.pool.total):
             return
@@ -194,7 +219,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True if ``plan`` has nothing for the runner or the connector until a command, mask or result arrives."""
-        if self._live.finished or self.connector.has_orders or self._live.any_runnable:
+        if self._live.finished or self.connector.has_orders or self.adapters.has_orders or self._live.any_runnable:
             return False
         return self.room.head is None or not self.room.may_have_blocks(self.room.head)
 
@@ -204,6 +229,7 @@ class Scheduler:
         ``busy``: seconds until the device can begin it.
         """
         self._take_grammar_results()
+        self.adapters.begin()
         self._busy = busy
         self._num_plans += 1
         builder = StepBuilder(
@@ -219,6 +245,10 @@ class Scheduler:
             has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.peers.revoking):
                 self._refusals.for_peers(sequence for sequence in self._live.waiting if sequence.for_peer)
+            elif self._live.streams_loading and self._live.for_peers:
+                lacks_slot = self.adapters.lacking()  # two nodes might hold slots for each other's prompts
+                waiting = [sequence for sequence in self._live.waiting if sequence.for_peer]
+                self._refusals.for_peers(filter(lacks_slot, waiting))
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected
@@ -227,7 +257,8 @@ class Scheduler:
         finished = self._live.take_finished()
         states = self._kv.take_state_orders(self._num_plans)
         builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
-        plan = builder.plan(finished, self.connector.take_digest_orders(), states)
+        digests = self.connector.take_digest_orders()
+        plan = builder.plan(finished, digests, states, self.adapters.take_slots())
         self._refusals.end_plan()
         return plan
 
@@ -242,6 +273,7 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0, emit: Emit = no_emit) -> None:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
+        self.adapters.update(output)
         self._results.apply(plan, output, seconds, emit)
         self.loads.join_splits()
         self._constraints.request_masks()
@@ -257,6 +289,7 @@ class Scheduler:
 
     def status(self) -> Status:
         free, held, leased, quarantined = self.pool.counts
+        adapters = self.adapters.in_use
         running = self._live.running
         prompts = sum(prompt.num_computed < prompt.prompt_len and prompt.seq in running for prompt in self._prompts)
         return Status(
@@ -280,6 +313,8 @@ class Scheduler:
             host_blocks=self.connector.tiers.host_blocks,
             disk_blocks=self.connector.tiers.disk_blocks,
             state_slots=self.states.pool.counts,
+            running_adapters=adapters.running,
+            waiting_adapters=adapters.waiting,
         )
 
     @property
@@ -367,7 +402,8 @@ class Scheduler:
         decoding = sum(sequence.decodes_here for sequence in self._live.running.values())
         coming = int(self._live.streams_coming)  # a stream that comes must not wait for a whole step
         loadable = self.connector.peers.loadable
-        waiting = (sequence for sequence in self._live.waiting if not loadable(sequence))
+        lacks_slot = self.adapters.lacking()
+        waiting = (other for other in self._live.waiting if not (loadable(other) or lacks_slot(other)))
         begin = self._clock() + self._busy
         order = self._ttft_target.order(runnable.prompts, waiting, begin, decoding or coming)
         self.room.advance(order.next_waiting)

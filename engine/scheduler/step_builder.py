@@ -9,6 +9,7 @@ from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepWork
+from pdserve.adapters.adapter import AdapterSlot
 from pdserve.kv.states import StateOrders
 from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
@@ -167,7 +168,13 @@ class StepBuilder:
     def sequences(self) -> StepSequences:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
-    def plan(self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], states: StateOrders) -> StepPlan:
+    def plan(
+        self,
+        finished: tuple[int, ...],
+        digests: tuple[DigestOrder, ...],
+        states: StateOrders,
+        adapters: tuple[AdapterSlot, ...],
+    ) -> StepPlan:
         images = self._images.take_orders()
         return StepPlan(
             self._step,
@@ -184,6 +191,7 @@ class StepBuilder:
             state_copies=states.copies,
             dropped_images=images.dropped,
             images=images.encoded,
+            adapters=adapters,
         )
 
     def _add_masks(self, sequence: Sequence, count: int = 1) -> None:

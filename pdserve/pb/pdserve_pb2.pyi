@@ -1217,6 +1217,8 @@ class Failure(_message.Message):
         """the same of the request's P, reported by D"""
         NEEDS_IMAGES: Failure._Code.ValueType  # 9
         """the node has to compute an image whose pixels it lacks: put them, and send the request again"""
+        ADAPTER_MISSING: Failure._Code.ValueType  # 10
+        """the node does not have the request's adapter; the request continues on another node"""
 
     class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
     UNSPECIFIED: Failure.Code.ValueType  # 0
@@ -1234,6 +1236,8 @@ class Failure(_message.Message):
     """the same of the request's P, reported by D"""
     NEEDS_IMAGES: Failure.Code.ValueType  # 9
     """the node has to compute an image whose pixels it lacks: put them, and send the request again"""
+    ADAPTER_MISSING: Failure.Code.ValueType  # 10
+    """the node does not have the request's adapter; the request continues on another node"""
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int

@@ -127,7 +127,8 @@ class PromptRun:
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
         options = generation.options
-        self.prefix = PromptPrefix(job.prompt.token_ids, root_hash(options.cache_salt), job.prompt.images)
+        root = root_hash(options.cache_salt, job.sampling.adapter)
+        self.prefix = PromptPrefix(job.prompt.token_ids, root, job.prompt.images)
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
             Choice(
