@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.adapters.adapter import NO_ADAPTER, Adapter
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.simulated_weights import simulated_digest
@@ -82,6 +83,7 @@ class SimulatedRunner:
         self._targets = PromptTargets()
         self._acceptance = acceptance_rate(config.options.synthetic_acceptance or 1.0, config.max_drafts)
         self._crashing: set[int] = set()  # sequences with the token of --sim-crash-token
+        self._adapters: dict[int, str] = {}  # digests, by slot
         self._busy_until = 0.0
         loaded = simulated_digest(Path(config.model_dir))
         self._weights = SimulatedWeights(loaded.digest)
@@ -92,8 +94,9 @@ class SimulatedRunner:
         for seq in plan.finished:
             self._sequences.pop(seq, None)
             self._targets.remove(seq)
+        self._adapters |= {adapter.slot: adapter.digest for adapter in plan.adapters}
         for new in plan.new:
-            self._sequences[new.seq] = SimulatedSequence(new)
+            self._sequences[new.seq] = SimulatedSequence(new, self._adapters.get(new.adapter_slot, NO_ADAPTER))
             self._targets.add(new)
         masks = {mask.seq: self._vocabulary.allowed(mask.words) for mask in plan.masks}
         self._crash_on_order(plan)
@@ -133,6 +136,12 @@ class SimulatedRunner:
 
     def change_weights(self, change: WeightChange) -> None:
         self._weights = self._weights.after(change)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Do nothing: the digest in the plan stands for the adapter."""
+
+    def drop_adapter(self, digest: str) -> None:
+        """Do nothing."""
 
     @property
     def has_weights(self) -> bool:
@@ -228,14 +237,15 @@ def _bits_set(bits: int) -> Iterator[int]:
 
 
 class SimulatedSequence:
-    """The next token depends on the weights, the images and all tokens so far; random sampling adds seed and choice.
+    """The next token depends on weights, adapter, images and all tokens so far; random sampling adds seed and choice.
 
     So a request continues with the same tokens on a decode node, after a preemption, or as a new request whose prompt
     ends with the tokens generated before.
     """
 
-    def __init__(self, new: NewSequence) -> None:
-        self._digest = hashlib.blake2b(digest_size=8)
+    def __init__(self, new: NewSequence, adapter: str) -> None:
+        """``adapter`` is its adapter's digest."""
+        self._digest = hashlib.blake2b(adapter.encode(), digest_size=8)
         for image in new.images:  # before the tokens, which continue in another sequence
             self._digest.update(image.digest + image.start.to_bytes(8, "little"))
         self._digest.update(new.token_ids)
