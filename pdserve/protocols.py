@@ -113,18 +113,18 @@ class ModelRunner(Protocol):
         ``launch`` raises NodeError until a reload succeeds.
         """
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether steps can be launched: False after a reload that failed half-way."""
-
     def load_adapter(self, adapter: Adapter) -> None:
-        """Read this rank's part of an adapter to host memory. Any thread may call it, beside steps.
+        """Read this rank's part of an adapter into host memory. Any thread may call it, beside steps.
 
-        Raises CheckpointError.
+        Plans may then name its digest in ``StepPlan.adapters``. Raises CheckpointError.
         """
 
     def drop_adapter(self, digest: str) -> None:
-        """Free the host copy of an adapter that no slot holds. Unknown digests are ignored."""
+        """Free the host memory of an adapter, which no slot holds; an unknown one is ignored."""
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether steps can be launched: False after a reload that failed half-way."""
 
     def close(self) -> None:
         """Free device memory. Idempotent; the runner cannot be used afterwards."""

@@ -105,6 +105,16 @@ class Quantized(NamedTuple):
 
 Activations = Tensor | Quantized
 
+ADAPTER_TILE = 16  # most tokens of an adapter's tile: the least rows of a matrix instruction
+
+
+class AdapterTiles(NamedTuple):
+    """Tokens with an adapter, by slot, in tiles of one slot each; int32 at fixed addresses."""
+
+    tiles: Tensor  # [most tiles, 3]: slot, index of the first token in ``order``, tokens; 0 behind the last tile
+    order: Tensor  # [tokens]
+    num_tiles: int  # tiles that a kernel must look at
+
 
 @dataclass(frozen=True)
 class GatedDeltaWeights:

@@ -1,4 +1,4 @@
-"""Adapters in the engine: each request is computed with its own, in few slots, and none of them keeps another waiting."""
+"""Adapters in the engine: requests are computed with their own, in few slots, and pass others that wait for one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def refusals(node: Node) -> dict[int, str]:
     max_num_seqs=st.integers(1, 8),
     layered=st.booleans(),
 )
-@examples(40)
+@examples(25)
 def test_requests_of_several_adapters_are_exact(
     depth: tuple[int, int],
     requests: list[tuple[int, int, int, bool, int]],
@@ -139,7 +139,8 @@ def test_an_unknown_adapter_is_refused_and_never_computed_as_the_base(make: Make
     without = make(40)
     without.submit(1, [1] * 5, sampling(DIGESTS[0]), Mode.LOCAL)
     assert refusals(without) == {1: "AdapterMissing"}
-    assert not node.tokens and not without.tokens
+    assert not node.tokens
+    assert not without.tokens
 
 
 def test_a_request_without_a_slot_lets_others_pass(make: Make) -> None:
@@ -287,13 +288,11 @@ def test_a_node_of_both_roles_refuses_a_peers_prompt_rather_than_wait_for_its_ow
     node.assert_all_free()
 
 
-def test_handed_off_and_pulled_prompts_are_those_of_their_adapter(make: Make) -> None:
-    """P computes with the adapter; D goes on with it. A pull finds only KV of its adapter."""
+def test_leased_and_pulled_prompts_are_those_of_their_adapter(make: Make) -> None:
+    """P computes with the adapter. A pull finds only KV of its adapter."""
     p = make(60, adapters=with_slots(1))
-    d = make(60, adapters=with_slots(2))
-    for node in (p, d):
-        for digest in DIGESTS[:2]:
-            add(node, digest)
+    for digest in DIGESTS[:2]:
+        add(p, digest)
     rng = random.Random(1)
     for rid, digest in enumerate((DIGESTS[0], NO_ADAPTER, DIGESTS[1], DIGESTS[0])):
         prompt = [rng.randrange(900) for _ in range(4 * BLOCK + 2)]

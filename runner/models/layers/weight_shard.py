@@ -117,6 +117,24 @@ class WeightShard:
         return heads[:, self.order.to(part.device)].reshape(part.shape)
 
 
+@dataclass(frozen=True)
+class AdapterPlace(WeightShard):
+    """Where a shard's adapters change one projection. ``memory`` [outputs, inputs] is meta: only its shape counts.
+
+    It is yielded beside the projection's weights, so that it has their ranges and orders. No checkpoint has a tensor of
+    this name.
+    """
+
+    linear: int = 0  # number of the linear layer on this rank
+    member: int = 0  # number of the projection in it
+
+    def shares_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this shard's parts of A [rank, in_features] and B [out_features, rank]."""
+        if self.dim == 1:
+            return a[:, self.start : self.start + self.memory.shape[1]], b
+        return a, self.part_of(b)
+
+
 def row_runs(rows: Tensor) -> list[tuple[int, int, int]]:
     """Return the runs of consecutive numbers in ``rows``: index in it, first number, length."""
     begins = [0, *(1 + (rows.diff() != 1).nonzero().flatten()).tolist(), len(rows)]
@@ -142,7 +160,7 @@ class WeightGroup(NamedTuple):
         self.process()
 
     def _restore(self) -> None:
-        """Unpack what processing has packed. A stage between others has no shards of embedding and head."""
+        """Unpack what processing has packed. On a stage between others, the group of embedding and head is empty."""
         for _, shard in self.shards():
             if shard.memory.is_meta:
                 assert shard.restore is not None
