@@ -69,7 +69,7 @@ class TokenSlots:
 
     def tiles(self, rows: int) -> AdapterTiles:
         """Return the tiles of the rows that a layer computes, with padding behind them or none."""
-        words = self._words[rows < self._num_tokens]
+        words = self._words[int(rows < self._num_tokens)]  # a bool would be a mask
         end = _TILE_WORDS * self._most_tiles
         return AdapterTiles(words[:end].view(-1, _TILE_WORDS), words[end:], self._num_tiles(rows))
 
