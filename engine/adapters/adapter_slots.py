@@ -98,8 +98,8 @@ class AdapterSlots(Adapters):
 
     # ------------------------------------------------------------ requests
 
-    def has(self, digest: str) -> bool:
-        return digest == NO_ADAPTER or digest in self._known
+    def has(self, digest: str, begun: bool = False) -> bool:
+        return digest == NO_ADAPTER or digest in self._known or (begun and digest in self._retired)
 
     def lacking(self, ahead: Set[str] = frozenset()) -> Callable[[Sequence], bool]:
         pinned: set[str] | None = None  # None: unknown

@@ -52,8 +52,8 @@ class Adapters:
 
     # ------------------------------------------------------------ requests
 
-    def has(self, digest: str) -> bool:
-        """Return whether new requests may use an adapter; the base is always there."""
+    def has(self, digest: str, begun: bool = False) -> bool:
+        """Return whether new requests, or some that have ``begun``, may use an adapter; the base is always there."""
         return digest == NO_ADAPTER
 
     def lacking(self, ahead: Set[str] = frozenset()) -> Callable[[Sequence], bool]:

@@ -47,7 +47,7 @@ class Refusals:
     def lacks_adapter(self, request: Request) -> bool:
         """Refuse a request whose adapter is not on this node. Return whether it was."""
         digest = request.sampling.adapter
-        is_here = self._adapters.has(digest)
+        is_here = self._adapters.has(digest, begun=bool(request.branches))
         if not is_here:
             text = f"this node does not have adapter {digest[:12]}…; send the request to a node that lists it"
             self._refuse(request.rid, AdapterMissing(text))

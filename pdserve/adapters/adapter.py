@@ -58,3 +58,12 @@ class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True):
 
     digest: str
     error: str = ""  # empty: the adapter is in host memory
+
+
+class NamedAdapter(msgspec.Struct, frozen=True):
+    """An adapter that a node serves under a name of its own."""
+
+    name: str  # empty: only requests that began before the name's last reload use it
+    digest: str
+    rank: int
+    root: str  # directory or hub id, as given

@@ -47,6 +47,37 @@ class DescribeRequest(_message.Message):
 Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
 @_typing.final
+class NamedAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """in the API; empty: only requests that began before the name's last reload use it"""
+    digest: _builtins.str
+    """of its content: 64 hexadecimal digits"""
+    rank: _builtins.int
+    root: _builtins.str
+    """directory or hub id"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        root: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank", "root", b"root"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedAdapter: _TypeAlias = NamedAdapter  # noqa: Y015
+
+@_typing.final
 class KVLayout(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -140,6 +171,7 @@ class NodeDescription(_message.Message):
     LEASES_CACHE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     CONTINUED_IMAGES_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
@@ -189,6 +221,10 @@ class NodeDescription(_message.Message):
         """absent: the node encodes no images"""
 
     @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedAdapter]:
+        """LoRA adapters that requests may use"""
+
+    @_builtins.property
     def continued_images(self) -> Global___ImageInput:
         """of a node that only continues prompts with images, which a peer has computed"""
 
@@ -217,11 +253,12 @@ class NodeDescription(_message.Message):
         leases_cache: _builtins.bool = ...,
         protocol: _builtins.int = ...,
         images: Global___ImageInput | None = ...,
+        adapters: _abc.Iterable[Global___NamedAdapter] | None = ...,
         continued_images: Global___ImageInput | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2107,6 +2144,52 @@ class Released(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    directory: _builtins.str
+    """on the node's hosts; below the directory of --allow-weight-changes, or relative to it"""
+    replace: _builtins.bool
+    """the name may be in use: new requests get the new adapter"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        directory: _builtins.str = ...,
+        replace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "name", b"name", "replace", b"replace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class ReloadRequest(_message.Message):

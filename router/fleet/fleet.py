@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
-from pdserve.errors import Overloaded, RequestError, shown
+from pdserve.adapters.adapter import NamedAdapter, is_digest
+from pdserve.errors import AdapterMissing, Overloaded, RequestError, shown
 from pdserve.images import ImageInput
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES
@@ -44,6 +47,7 @@ from router.metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 _INLINE_TOKENS = 16_384  # longer prompts are hashed on a thread; a millisecond of hashing
+_MOST_ADAPTERS = 4096  # of a node
 _TYPICAL_SECONDS = 1.0  # between computations of the mean costs
 
 _ENDPOINTS = {
@@ -214,6 +218,8 @@ class Fleet:
         views = self._nodes.views()
         typical = self._typical_costs(views)
         views = _taking(prefix.num_tokens + message.sampling.max_tokens, views)
+        if message.sampling.adapter:
+            views = self._with_adapter(message.sampling.adapter, views)
         if accepts is not None:
             views = tuple(view for view in views if view.role == "prefill" or accepts(view))
         worth = worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs)
@@ -257,6 +263,8 @@ class Fleet:
         source = views.get(to.prefill or "")
         if target is None or source is None or not (target.ready and source.ready and target.reads_from(source)):
             raise Overloaded(f"node {to.decode} cannot read from {to.prefill} now")
+        if message.sampling.adapter not in target.adapters:
+            raise Overloaded(f"node {to.decode} does not have the adapter of the request")
         if target.max_model_len < len(message.token_ids) // TOKEN_BYTES + message.sampling.max_tokens:
             raise Overloaded(f"node {to.decode} takes no request of this length")
         decode = self._nodes.find("decode", target.node_id)
@@ -266,6 +274,19 @@ class Fleet:
         number = decode.stream.generate(message, handler)
         decode.add_request(0, num_tokens)
         return NodeCall(target, decode.stream, number, decode, None, _placed(message, to.decode))
+
+    def _with_adapter(self, digest: str, views: Sequence[NodeView]) -> tuple[NodeView, ...]:
+        """Return the nodes that have an adapter. Raises AdapterMissing if none that decodes is ready."""
+        having = tuple(view for view in views if digest in view.adapters)
+        if not any(view.decodes and view.ready and view.model == self._model for view in having):
+            text = f"no ready decode node has adapter {digest[:12]}… of model {self._model!r}"
+            raise AdapterMissing(f"{text}; try again shortly, or load it again")
+        return having
+
+    @property
+    def adapters(self) -> Mapping[str, NamedAdapter]:
+        """Adapters by name, as the model's nodes describe them. During a reload, most nodes decide on the digest."""
+        return self._current_members().adapters
 
     def movable(self, node_id: str) -> list[OutputHandler]:
         """Return this router's requests that may leave a node, those with the least KV first."""
@@ -376,10 +397,12 @@ class _Members:
         ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
         self.image_inputs: dict[str, ImageInput] = {}  # ready nodes that encode images, by id
         self.continued_inputs: dict[str, ImageInput] = {}  # ready nodes that need a peer for that
+        descriptions = list[pb.NodeDescription]()
         for node in nodes.values():
             description = node.description
             if description is None or description.model != model:
                 continue
+            descriptions.append(description)
             block_size = description.kv_layout.block_size
             if node.cached is not None and block_size:
                 self.cached.setdefault(block_size, {})[node.cached] = description.node_id
@@ -391,6 +414,19 @@ class _Members:
             if view is not None and view.ready and view.continued_images is not None:
                 self.continued_inputs[view.node_id] = view.continued_images
         self.limits = {task: _limits(task, nodes) for task, nodes in ready.items()}
+        self.adapters = _named_adapters(descriptions)
+
+
+def _named_adapters(nodes: Sequence[pb.NodeDescription]) -> dict[str, NamedAdapter]:
+    """Return the adapters by name. Nodes that decode choose between digests of one name, the most frequent first."""
+    counts = Counter[NamedAdapter]()
+    for node in nodes:
+        for adapter in islice(node.adapters, _MOST_ADAPTERS):
+            if adapter.name and is_digest(adapter.digest):
+                named = NamedAdapter(adapter.name, adapter.digest, adapter.rank, adapter.root)
+                counts[named] += 2 if node.role != "prefill" and node.state == "ready" else 1
+    by_rarity = sorted(counts, key=lambda named: (counts[named], named.digest))
+    return {named.name: named for named in by_rarity}
 
 
 def _taking(length: int, views: Sequence[NodeView]) -> tuple[NodeView, ...]:

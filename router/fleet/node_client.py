@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import msgspec
 
+from pdserve.adapters.adapter import NO_ADAPTER
 from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import PeerError
 from pdserve.hashing import unpack_block_hashes
@@ -82,6 +83,7 @@ class NodeClient:
         self._load = pb.NodeLoad()
         self._unreported = UnreportedRequests()
         self._view: NodeView | None = None  # None: to be computed
+        self._adapters = frozenset((NO_ADAPTER,))  # digests
         self._peers: frozenset[str] = frozenset()  # node ids; replaced by a new set when they change
         self._pause = PAUSE  # seconds between reports of the present stream
         self._reported_at = 0.0
@@ -133,6 +135,7 @@ class NodeClient:
             costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
             images=image_input_from_pb(node.images) if node.HasField("images") else None,
+            adapters=self._adapters,
             continued_images=image_input_from_pb(node.continued_images) if node.HasField("continued_images") else None,
         )
         return self._view
@@ -336,6 +339,7 @@ class NodeClient:
         if self.stream is not None:
             self.stream.epoch = described.epoch
         self._peers = frozenset(described.connected_peers)
+        self._adapters = frozenset((NO_ADAPTER, *(adapter.digest for adapter in described.adapters)))
         if self._usable and (before is None or before.state != "ready"):
             logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve import request_cost as cost
+from pdserve.adapters.adapter import NO_ADAPTER
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
 from pdserve.images import ImageInput
@@ -52,6 +53,7 @@ class NodeView(msgspec.Struct, frozen=True):
     max_model_len: float = math.inf  # tokens of the longest request that it takes
     images: ImageInput | None = None  # images that it encodes; None: it encodes none
     continued_images: ImageInput | None = None  # images of prompts that it continues, but does not encode
+    adapters: frozenset[str] = frozenset((NO_ADAPTER,))  # digests of the adapters that its requests may use
 
     @property
     def decodes(self) -> bool:

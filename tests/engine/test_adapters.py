@@ -114,7 +114,7 @@ def test_requests_of_several_adapters_are_exact(
     for step in range(41):
         for at, rid, order in orders:
             if at == step:
-                node.obey({"c": Cancel, "p": Pause, "r": Resume}[order](rid))
+                node.obey(Cancel(rid) if order == "c" else Pause(rid) if order == "p" else Resume(rid))
                 cancelled |= {rid} if order == "c" else set()
         node.step()
     for rid in range(len(requests)):

@@ -426,7 +426,7 @@ class ToyRunner:
     def _advance(self, state: _State, token: int) -> None:
         """Let a sequence's recurrent state take in a token."""
         if state.slot != NO_SLOT:
-            self.slots[state.slot, :2] = _advanced(*self.state_in(state.slot), self._written(token))
+            self.slots[state.slot, :2] = _advanced(*self.state_in(state.slot), self._written(state, token))
 
     def state_in(self, slot: int) -> tuple[int, int]:
         """Return the recurrent state in a slot: tokens and their digest."""

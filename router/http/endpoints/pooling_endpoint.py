@@ -38,6 +38,8 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
         service = self._service
         dialect = self._dialect
         model = accounting.use_model(service.find(body.model))
+        if model.adapter:
+            raise RequestError(f"{model.name!r} is an adapter, which generates only; use {model.base!r}", "model")
         limits = model.fleet.limits(dialect.tasks)
         prompts = await dialect.prompts(body, model.encoder, limits)
         dimensions = dialect.dimensions(body)
