@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from pdserve.errors import RequestError
 from pdserve.logs import request_fields
 from router.dialect.answer_writer import AnswerWriter
 from router.dialect.dialect import BodyT
