@@ -79,6 +79,12 @@ class Refusals:
             self._refuse(sequence.rid, Overloaded(text))
             self._cancel(sequence.rid)
 
+    def without_slots(self) -> None:
+        """Refuse prompts for peers that lack a slot, while streams load: two nodes might hold slots for each other."""
+        if self._live.streams_loading and self._live.for_peers:
+            waiting = [sequence for sequence in self._live.waiting if sequence.for_peer]
+            self.for_peers(filter(self._adapters.lacking(), waiting))
+
     def leaves_out(self, sequence: Sequence) -> bool:
         """Return whether the step being planned cannot include a prompt, as pixels are not here: refuse it later."""
         is_unseen = bool(self._images.missing(sequence))

@@ -21,7 +21,7 @@ durations of earlier steps, which ``apply`` takes, and from when streams of hand
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from itertools import chain, islice
 from math import isfinite
 
@@ -35,14 +35,14 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.kv_cache.state_slots import StateSlots
 from engine.kv_cache.states import States
+from engine.recurrent.state_slots import StateSlots
 from engine.request import Request
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import DraftingFactory, no_drafting
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.itl_target import ItlTarget, JoiningStreams, in_order
-from engine.scheduler.live_sequences import LiveSequences
+from engine.scheduler.live_sequences import LiveSequences, OpenRequests
 from engine.scheduler.loads import KVLoads
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
@@ -58,24 +58,6 @@ from pdserve.ipc.messages import EventBatch, LastChunk, Status, Submit, Totals
 from pdserve.records import ModelRunnerOutput, StepPlan
 
 _LOOKUPS_PER_STEP = 8  # waiting prompts that are looked up in the prefix cache while the device computes
-
-
-class OpenRequests:
-    """An AdapterUsers."""
-
-    def __init__(self, live: LiveSequences, in_flight: StepsInFlight, constraints: GrammarConstraints) -> None:
-        self._live = live
-        self._in_flight = in_flight
-        self._constraints = constraints
-
-    def requests(self) -> Iterator[Request]:
-        return chain(self._live.requests.values(), self._constraints.compiling)
-
-    def with_slots(self) -> Iterator[Sequence]:
-        return chain(self._live.running.values(), self._live.loading.values(), self._in_flight.sequences)
-
-    def waiting(self) -> Iterator[Sequence]:
-        return iter(self._live.waiting)
 
 
 class Scheduler:
@@ -245,10 +227,7 @@ class Scheduler:
             has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.peers.revoking):
                 self._refusals.for_peers(sequence for sequence in self._live.waiting if sequence.for_peer)
-            elif self._live.streams_loading and self._live.for_peers:
-                lacks_slot = self.adapters.lacking()  # two nodes might hold slots for each other's prompts
-                waiting = [sequence for sequence in self._live.waiting if sequence.for_peer]
-                self._refusals.for_peers(filter(lacks_slot, waiting))
+            self._refusals.without_slots()
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected

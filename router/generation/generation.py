@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from functools import partial
 from time import monotonic
 
 import msgspec
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 # the beginning of a text specially.
 _CONTEXT_TOKENS = 4
 _SENT_AT_ONCE = 64  # prompts, each about 0.1 ms on the event loop
-_VERSION_DIGITS = 12  # of an adapter's digest in the version of the weights
 _MIN_LEFT = 16  # output tokens; a stream that ends sooner does not move
 
 
@@ -60,7 +58,7 @@ class RequestGeneration:
         self.nodes = ("", "")  # ids of P and D of the first token; no P: D has computed the prompt
         self.runs = [PromptRun(self, job, index * job.sampling.n, tokenizer) for index, job in enumerate(jobs)]
         self.paused = False
-        self.weights = AnswerWeights(partial(_on_weights, consumer, jobs[0].sampling.adapter))
+        self.weights = AnswerWeights(consumer.on_weights, jobs[0].sampling.adapter)
         self._unfinished = len(self.runs)
         self._ended = False
 
@@ -113,11 +111,6 @@ class RequestGeneration:
         if self._unfinished == 0 and not self._ended:
             self._ended = True
             self.consumer.on_end(None)
-
-
-def _on_weights(consumer: Consumer, adapter: str, weights: str) -> None:
-    """Tell the version of the weights: the base's, then the adapter's."""
-    consumer.on_weights(f"{weights}-{adapter[:_VERSION_DIGITS]}" if weights and adapter else weights)
 
 
 class PromptRun:
