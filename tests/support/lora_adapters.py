@@ -27,7 +27,11 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "some": (r"(q_proj|q_b_proj|v_proj|up_proj|in_proj_z|in_proj_a|o_proj|out_proj)$", {"r": 3, "use_rslora": True}),
     "patterns": (
         r"(k_proj|kv_a_proj_with_mqa|down_proj|gate_proj|in_proj_qkvz?|in_proj_ba)$",
-        {"r": 5, "rank_pattern": {r"layers\.[01]\.self_attn\..*": 20, "down_proj": 17}, "alpha_pattern": {"k_proj": 31}},
+        {
+            "r": 5,
+            "rank_pattern": {r"layers\.[01]\.self_attn\..*": 20, "down_proj": 17},
+            "alpha_pattern": {"k_proj": 31},
+        },
     ),
 }
 
@@ -53,7 +57,7 @@ def write_adapter(directory: Path, tensors: Mapping[str, torch.Tensor], **config
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"} | config
     (directory / "adapter_config.json").write_text(json.dumps(fields))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
     return directory
 
 
