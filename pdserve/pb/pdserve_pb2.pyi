@@ -1176,7 +1176,7 @@ class PromptLogprobs(_message.Message):
     """index in the prompt"""
     num_top: _builtins.int
     table: _builtins.bytes
-    """a row per token: PromptLogprobs in pdserve/records.py"""
+    """a row per token: PromptLogprobs in pdserve/logprobs.py"""
     def __init__(
         self,
         *,

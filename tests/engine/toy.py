@@ -29,11 +29,13 @@ from zlib import crc32
 
 import numpy as np
 
+from pdserve.adapters.adapter import Adapter
 from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups, KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, LatentSpec
 from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare, StateSnapshot
+from pdserve.logprobs import PromptLogprobs
 from pdserve.pausing import Pausing, complete
-from pdserve.records import DigestOrder, NewSequence, PromptLogprobs, StepOutput, StepPlan
+from pdserve.records import DigestOrder, NewSequence, StepOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets
@@ -367,6 +369,12 @@ class ToyRunner:
     def change_weights(self, change: WeightChange) -> None:
         assert not self._in_flight, "weights change beside a step"
         self.weights += 1
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Accept any adapter: the toy's tokens depend on none."""
+
+    def drop_adapter(self, digest: str) -> None:
+        """Do nothing."""
 
     @property
     def has_weights(self) -> bool:

@@ -6,6 +6,7 @@ PYTHONPATH=.:tests/support python -m pytest -c /dev/null --noconftest tests/runn
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 SCORED = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_hidden_layers": 2}
 OUTPUTS = (1024, 256, 192)
 
 

@@ -21,7 +21,7 @@ import runner
 from pdserve.adapters.adapter import Adapter, AdapterSlot
 from pdserve.config.node_config import NodeConfig
 from pdserve.images import EncodedImage, Images
-from pdserve.records import TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
 from pdserve.sampling_params import SamplingParams
 
 _ROOT = Path(__file__).parents[2]
