@@ -128,7 +128,7 @@ def test_fields_that_are_not_implemented_are_refused_by_name_and_value(tmp_path:
 
 def test_fields_of_peft_at_their_defaults_are_accepted(base: Path, tmp_path: Path) -> None:
     """The configuration is one that PEFT 0.21 writes."""
-    fields = {
+    fields: dict[str, Any] = {
         "alora_invocation_tokens": None,
         "alpha_pattern": {},
         "arrow_config": None,
