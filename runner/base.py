@@ -19,7 +19,7 @@ from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import DigestOrder, StepOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
-from runner.adapters.adapter_steps import AdapterSteps
+from runner.adapters.adapter_steps import ADAPTER_COPIES, AdapterSteps
 from runner.adapters.host_adapters import HostAdapters
 from runner.attention.build import build_backend, import_early
 from runner.distributed.parallel_state import ParallelState
@@ -89,6 +89,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._allocate(config, layout, states)
         if self._device.type == "cuda":
             copies = IMAGE_COPIES * max_in_flight if isinstance(self._model.images, ImageInputs) else 0
+            copies += 0 if self._adapters is None else ADAPTER_COPIES * max_in_flight
             reserve_pinned_memory(max_in_flight + 2 + _DIGESTS + copies)
             if not config.measure_kv_memory:  # otherwise they have just run
                 self._run_largest_steps(config)

@@ -108,8 +108,12 @@ def read_peft_config(directory: Path) -> PeftConfig:
         rank=_rank(path, "r", values.get("r", 8)),
         alpha=_alpha(path, "lora_alpha", values.get("lora_alpha", 8)),
         use_rslora=_flag(path, "use_rslora", values.get("use_rslora", False)),
-        rank_pattern={key: _rank(path, "rank_pattern", v) for key, v in _pattern(path, values, "rank_pattern")},
-        alpha_pattern={key: _alpha(path, "alpha_pattern", v) for key, v in _pattern(path, values, "alpha_pattern")},
+        rank_pattern={
+            key: _rank(path, f"rank_pattern of {key}", v) for key, v in _pattern(path, values, "rank_pattern")
+        },
+        alpha_pattern={
+            key: _alpha(path, f"alpha_pattern of {key}", v) for key, v in _pattern(path, values, "alpha_pattern")
+        },
         target_modules=_names(path, "target_modules", values.get("target_modules")),
         layers=_layers(path, values),
     )

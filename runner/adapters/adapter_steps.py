@@ -11,6 +11,8 @@ from pdserve.records import NewSequence, ScheduledSequence, StepPlan
 from runner.adapters.host_adapters import HostAdapters
 from runner.step_parts import StepFeature
 
+ADAPTER_COPIES = 2  # to the device, in a step: tiles of all tokens, and of those with logits
+
 
 class AdapterSteps(StepFeature[Any]):
     """Works for every runner: it needs the plan alone. It launches all work before the forward pass."""
@@ -19,23 +21,24 @@ class AdapterSteps(StepFeature[Any]):
         self._adapters = adapters
         self._slots = adapters.slots
         self._slot_of: dict[int, int] = {}  # by sequence; others have the base
-        self._written: tuple[ScheduledSequence, ...] = ()  # the step whose tokens' slots are on the device
+        self._written: tuple[tuple[ScheduledSequence, ...], int] = ((), 0)  # sequences and decodes of the last ``_put``
 
     def add(self, new: NewSequence) -> None:
-        self._written = ()
+        self._written = ((), 0)
         if new.adapter_slot != NO_ADAPTER_SLOT:
             self._slot_of[new.seq] = new.adapter_slot
 
     def remove(self, seq: int) -> None:
-        self._written = ()
+        self._written = ((), 0)
         self._slot_of.pop(seq, None)
 
     def part(self, plan: StepPlan) -> None:
         for adapter in plan.adapters:
             self._slots.write(adapter.slot, self._adapters.parts(adapter.digest))
-        if plan.scheduled and plan.scheduled != self._written:
+        step = (plan.scheduled, plan.num_decodes)
+        if plan.scheduled and step != self._written:
             self._put(plan)
-            self._written = plan.scheduled
+            self._written = step
 
     def _put(self, plan: StepPlan) -> None:
         """Set the slots of all tokens, and of those with logits: all of a decode, the last of a prompt that samples."""

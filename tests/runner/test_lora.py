@@ -127,7 +127,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("llama") / "base", "llama", num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("version", ["V1", "V2"])
+@pytest.mark.parametrize("version", ["V1", pytest.param("V2", marks=pytest.mark.slow)])
 def test_nothing_of_an_adapter_stays_in_a_slot_that_another_takes(llama: Path, tmp_path: Path, version: str) -> None:
     """The second adapter has a smaller rank, and fewer modules."""
     first = load(make_adapter(tmp_path / "all", llama, "all"), llama)
@@ -147,7 +147,7 @@ def test_nothing_of_an_adapter_stays_in_a_slot_that_another_takes(llama: Path, t
         assert actual.samples == expected.samples
 
 
-@pytest.mark.parametrize("version", ["V1", "V2"])
+@pytest.mark.parametrize("version", ["V1", pytest.param("V2", marks=pytest.mark.slow)])
 def test_base_requests_beside_adapters_have_the_bits_of_a_node_without(
     llama: Path, tmp_path: Path, version: str
 ) -> None:

@@ -57,7 +57,7 @@ def write_adapter(directory: Path, tensors: Mapping[str, torch.Tensor], **config
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"} | config
     (directory / "adapter_config.json").write_text(json.dumps(fields))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / "adapter_model.safetensors")
     return directory
 
 
