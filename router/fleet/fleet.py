@@ -47,7 +47,7 @@ from router.metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 _INLINE_TOKENS = 16_384  # longer prompts are hashed on a thread; a millisecond of hashing
-_MOST_ADAPTERS = 4096  # of a node
+_MOST_ADAPTERS = 4096  # adapters per node
 _TYPICAL_SECONDS = 1.0  # between computations of the mean costs
 
 _ENDPOINTS = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pdserve.adapters.adapter import NO_ADAPTER
 from router.fleet.policy import NodeView
 
-_DIGITS = 12  # of an adapter's digest in the version of the weights
+_DIGITS = 12  # digits of an adapter's digest in the version of the weights
 
 
 class AnswerWeights:

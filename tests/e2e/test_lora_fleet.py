@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+import httpx
 import pytest
 from checkpoints import make_checkpoint, node_config
 from fleet import MODEL_NAME, Fleet, HttpError, NodeProcess, add_tokenizer, start_fleet
@@ -56,14 +59,12 @@ def answer(fleet: Fleet, prompt: Sequence[int], num_tokens: int, model: str) -> 
 
 
 def models(fleet: Fleet) -> dict[str, dict[str, Any]]:
-    import httpx
-
     return {card["id"]: card for card in httpx.get(f"{fleet.url}/v1/models").json()["data"]}
 
 
 @pytest.mark.slow
 def test_handed_off_answers_are_those_of_the_merged_checkpoint(model: Path, adapters: Path, tmp_path: Path) -> None:
-    """The same prompts with base and two adapters, in one slot and in two: none gets KV of another."""
+    """Prompts are equal for base and two adapters, in one slot and in two: none gets KV of another."""
     merged = {name: merge(model, adapters / name, tmp_path / name) for name in "ab"}
     given = [word for name in "ab" for word in ("--lora", f"{name}={adapters / name}")]
     flags = [*given, "--dtype", "float32"]
@@ -176,8 +177,6 @@ def test_each_answer_is_of_one_version_while_an_adapter_is_reloaded_in_place(sim
 
 
 def test_an_order_is_checked_before_anything_changes(simulated: Fleet, adapters: Path) -> None:
-    import grpc
-
     (prefill,) = simulated.prefill
     for name, directory, reason in (
         ("a", "b", "loaded already"),
@@ -194,3 +193,38 @@ def test_an_order_is_checked_before_anything_changes(simulated: Fleet, adapters:
         with pytest.raises(grpc.RpcError, match="not loaded"):
             stub.Unload(pb.UnloadAdapterRequest(name="a"), timeout=10.0)
     assert not prefill.describe().adapters
+
+
+def test_administrators_change_adapters_of_all_nodes_over_http(simulated: Fleet, model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    entries = {"ops": "admin = true", "user": ""}
+    keys.write_text("".join(f'[keys.{name}]\nsha256 = "{_sha256(name)}"\n{more}\n' for name, more in entries.items()))
+    simulated.start_router(model, ["--api-keys", str(keys)])
+    simulated.wait_ready()
+
+    def post(path: str, key: str = "ops", **body: Any) -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer {key}"}
+        reply = httpx.post(f"{simulated.url}/v1/{path}", json=body, headers=headers, timeout=60.0)
+        return reply.status_code, reply.text
+
+    def names() -> list[list[str]]:
+        described = [node.describe().adapters for node in simulated.nodes]
+        return [sorted(adapter.name for adapter in adapters if adapter.name) for adapters in described]
+
+    load_b = {"lora_name": "b", "lora_path": "b"}
+    simulated.wait_until(lambda: post("load_lora_adapter", "user", **load_b)[0] == 404, 10.0)
+    simulated.wait_until(lambda: post("load_lora_adapter", **load_b)[0] == 200, 20.0)  # once the router knows all nodes
+    assert names() == [["a", "b"], ["a", "b"], ["b"]]
+    simulated.wait_until(lambda: post("completions", "user", model="b", prompt=[5, 6], max_tokens=2)[0] == 200, 10.0)
+    assert post("load_lora_adapter", **load_b)[0] == 400
+    assert post("load_lora_adapter", lora_name=MODEL_NAME, lora_path="b")[0] == 400
+    assert post("load_lora_adapter", lora_name="x", lora_path="/etc")[0] == 400
+    assert names() == [["a", "b"], ["a", "b"], ["b"]]
+    assert post("unload_lora_adapter", lora_name="b")[0] == 200
+    assert names() == [["a"], ["a"], []]
+    simulated.wait_until(lambda: post("unload_lora_adapter", lora_name="b")[0] == 404, 10.0)
+    assert post("completions", "user", model="b", prompt=[5, 6], max_tokens=2)[0] == 404
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
