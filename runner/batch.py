@@ -42,7 +42,7 @@ class AttentionBatch:
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
     state_slots: Tensor | None = None  # [rows] int32, device: slots of recurrent state; None: the model has no state
     state_snapshots: tuple[RowSnapshot, ...] = ()
-    # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``GatedDelta.commit``; None: no
+    # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``Recurrent.commit``; None: no
     # row has any
     drafted: Tensor | None = None
     others: tuple[AttentionBatch, ...] = ()
@@ -113,6 +113,14 @@ class GatedDeltaWeights:
     conv: Tensor  # [conv_width, channels]: a program reads channels that lie one after the other
     a_log: Tensor  # [value_heads] float32
     dt_bias: Tensor  # [value_heads] float32
+
+
+@dataclass(frozen=True)
+class ShortConvWeights:
+    """Weights of a short convolution, of a rank."""
+
+    conv: Tensor  # [conv_width, channels]
+    bias: Tensor | None  # [channels]
 
 
 @dataclass(frozen=True)
