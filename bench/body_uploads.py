@@ -82,7 +82,8 @@ def write_tokenizer(directory: Path) -> int:
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(PLACEHOLDER, special=True, normalized=False)])
     write(directory, tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
-    token_id: int = tokenizer.token_to_id(PLACEHOLDER)
+    token_id = tokenizer.token_to_id(PLACEHOLDER)
+    assert token_id is not None, "it has been added"
     return token_id
 
 
