@@ -232,6 +232,9 @@ class ImageEncoding(ImageSteps):
         self._encoded = []
         return orders
 
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        return self._cache.take_changes()
+
     def work(self, plan: StepPlan) -> int:
         cell = self._costs.accepted.cell**2
         return sum(
@@ -282,6 +285,7 @@ class ImageEncoding(ImageSteps):
             self._partial = partial
         else:
             self._totals.images_encoded += 1
+            self._cache.completed(image.digest)
             if self._is_partial(image):
                 self._partial = None
         return costs.work(costs.accepted.num_embeddings(image), first, last)

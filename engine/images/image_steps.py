@@ -85,6 +85,10 @@ class ImageSteps:
         """Return what the planned step drops and encodes."""
         return NO_IMAGE_ORDERS
 
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the digests of images that have embeddings now, and of those that lost them, since the last call."""
+        return [], []
+
     def work(self, plan: StepPlan) -> int:
         """Return the work of encoding in a step, in tokens of a prompt."""
         return 0

@@ -251,7 +251,7 @@ class Scheduler:
         if not self.events:
             return None
         self.totals.sampled_tokens += len(self.events.outputs.rids)
-        batch = self.events.take(self.status(), *(self.connector.report.take() if cache else ([], [], [])))
+        batch = self.events.take(self.status(), self.images.take_changes(), *self.connector.report.take(cache))
         self.events.status_changed = not cache  # so there is a next time
         return batch
 

@@ -141,6 +141,7 @@ class NodeDescription(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     CONTINUED_IMAGES_FIELD_NUMBER: _builtins.int
+    IMAGE_COST_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start, wake-up and change of the weights"""
@@ -192,6 +193,10 @@ class NodeDescription(_message.Message):
     def continued_images(self) -> Global___ImageInput:
         """of a node that only continues prompts with images, which a peer has computed"""
 
+    @_builtins.property
+    def image_cost(self) -> Global___ImageCost:
+        """beside ``images``"""
+
     def __init__(
         self,
         *,
@@ -218,10 +223,11 @@ class NodeDescription(_message.Message):
         protocol: _builtins.int = ...,
         images: Global___ImageInput | None = ...,
         continued_images: Global___ImageInput | None = ...,
+        image_cost: Global___ImageCost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "image_cost", b"image_cost", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "image_cost", b"image_cost", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,6 +287,30 @@ class ImageInput(_message.Message):
 Global___ImageInput: _TypeAlias = ImageInput  # noqa: Y015
 
 @_typing.final
+class ImageCost(_message.Message):
+    """The work of encoding an image of n tokens, in tokens of a prompt: n × (base + slope × n)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    SLOPE_FIELD_NUMBER: _builtins.int
+    base: _builtins.float
+    slope: _builtins.float
+    def __init__(
+        self,
+        *,
+        base: _builtins.float = ...,
+        slope: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "slope", b"slope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageCost: _TypeAlias = ImageCost  # noqa: Y015
+
+@_typing.final
 class Pooling(_message.Message):
     """The vectors of a node with task "embed" or "classify"."""
 
@@ -338,6 +368,7 @@ class NodeReport(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, … on each stream"""
     @_builtins.property
@@ -348,6 +379,10 @@ class NodeReport(_message.Message):
     def load(self) -> Global___NodeLoad: ...
     @_builtins.property
     def cache(self) -> Global___CacheChange: ...
+    @_builtins.property
+    def images(self) -> Global___CacheChange:
+        """likewise the images whose embeddings are cached, by the first 8 bytes of ImageSpan.digest"""
+
     def __init__(
         self,
         *,
@@ -355,10 +390,11 @@ class NodeReport(_message.Message):
         description: Global___NodeDescription | None = ...,
         load: Global___NodeLoad | None = ...,
         cache: Global___CacheChange | None = ...,
+        images: Global___CacheChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "images", b"images", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "images", b"images", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

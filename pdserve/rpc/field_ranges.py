@@ -77,6 +77,7 @@ RANGES: Mapping[str, Fields] = {
         **_each(Range(1, 1024), "patch_size merge_size"),
         **_each(_PIXELS, "min_pixels max_pixels"),
     },
+    "ImageCost": _each(Range(0, 1e9), "base slope"),
     "ImageSpan": {"start": ANY, **_each(_GRID, "rows columns")},
     "ImageHeader": _each(_PIXELS, "height width"),
     "WatchRequest": {"pause_ms": ANY},

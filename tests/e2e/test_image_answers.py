@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fleet import Fleet, NodeProcess
+from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess
 from image_chats import LETTERS, Message, data_url, image_part, num_images, random_file
 from image_checkpoints import KINDS, make_image_checkpoint
 from served_images import FLAGS, OUTPUT, Served, conversations
@@ -70,11 +70,27 @@ def test_answers_behind_handoffs_are_the_library_s(served: Served) -> None:
 
 
 def test_choices_behind_a_handoff_see_an_image_in_the_last_block(served: Served) -> None:
-    """D has its KV, and no pixels."""
+    check_choices(served, OUTPUT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_choices_on_v2_see_an_image_in_the_last_block(directory: Path) -> None:
+    """V2 copies the block, in Triton's interpreter."""
+    with Fleet() as fleet:
+        fleet.start_prefill(directory, FLAGS)
+        fleet.start_decode(directory, (*FLAGS, "--handoff-min-tokens", "0"), RUNNER_ENVIRONMENTS["V2"])
+        served = Served(directory, fleet)
+        assert fleet.decode[0].describe().runner == "V2"
+        check_choices(served, 6)
+
+
+def check_choices(served: Served, output: int) -> None:
+    """Sample choices behind an image whose last tokens D has the KV of, and no pixels."""
     chats = (question(7, length) for length in range(20, 100))
     messages = next(filter(served.ends_in_last_block, chats))
     before = served.migrations("images")
-    answer = served.ask(messages, OUTPUT, n=3, temperature=1.0, seed=5)
+    answer = served.ask(messages, output, n=3, temperature=1.0, seed=5)
     assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) == 3
     served.compare_choices(messages, answer)
     assert served.migrations("images") == before

@@ -125,6 +125,24 @@ def test_images_of_steps_in_flight_and_kept_ones_stay() -> None:
     assert cache.fits({b"c": 10}, ())
 
 
+def test_changes_name_complete_images_only() -> None:
+    cache = ImageCache(10)
+    cache.use(b"a", 5, 1, ())
+    cache.completed(b"a")
+    cache.use(b"b", 5, 1, ())  # partial
+    assert cache.take_changes() == ([b"a"], [])
+    cache.applied(1)
+    cache.drop(b"b")
+    cache.use(b"b", 5, 2, ())
+    cache.completed(b"b")
+    cache.use(b"c", 5, 2, ())
+    cache.completed(b"c")
+    assert cache.take_changes() == ([b"b", b"c"], [b"a"])
+    cache.applied(2)
+    cache.forget()
+    assert cache.take_changes() == ([], [b"b", b"c"])
+
+
 # ---------------------------------------------------------------- steps
 
 
@@ -684,6 +702,7 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
         expected[rid] = reference(seen(ids, images), 0, max_tokens)
         ask(node, rid, (ids, images), max_tokens=max_tokens, client=chance.randint(0, 2))
 
+    reported = set[bytes]()  # images with embeddings, as routers learn them
     last = 0
     for _ in range(400):
         if last < 14 and chance.random() < 0.3:
@@ -712,6 +731,8 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
             node.scheduler.room.preempt(chance.choice(running))
         if not node.engine.idle:
             batch = node.step()
+            assert reported >= set(batch.images_dropped)
+            reported = reported - set(batch.images_dropped) | set(batch.images_cached)
             for event in batch.refused:
                 refused[event.rid] = event.kind
                 release(event.rid)
@@ -720,6 +741,8 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
         elif last == 14 and not live:
             break
     assert node.engine.idle
+    cached, dropped = node.scheduler.images.take_changes()
+    assert reported - set(dropped) | set(cached) == node.seeing.embeddings.keys()
     for rid, tokens in expected.items():
         if rid in refused:
             assert refused[rid] == "ImagesMissing"

@@ -388,12 +388,23 @@ class ImageReference:
     def _inputs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Tensor]:
         inputs = torch.tensor([list(ids)])
         given = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+        if self.is_pixtral and len(images) == 1 and ids.count(self.image_token_id) == 1:
+            return {"inputs_embeds": self._embedded(inputs, images[0]), "attention_mask": torch.ones_like(inputs)}
         if not self.is_pixtral:
             given["mm_token_type_ids"] = (inputs == self.image_token_id).to(torch.int32)
         if images:
             grids = "image_sizes" if self.is_pixtral else "image_grid_thw"
             given["pixel_values"], given[grids] = self.processed(images)
         return given
+
+    def _embedded(self, inputs: Tensor, image: Image.Image) -> Tensor:
+        """Return the embeddings of a prompt whose only image has one token, whose values the library would split.
+
+        It splits several images correctly, so the image is encoded beside itself.
+        """
+        embeddings: Tensor = self.model.get_input_embeddings()(inputs)
+        embeddings[inputs == self.image_token_id] = self.features([image, image])[0][:1]
+        return embeddings
 
 
 def _on_white(image: Image.Image) -> Image.Image:
