@@ -67,10 +67,21 @@ class ImageSteps:
         """
         return num_tokens
 
+    def cuts(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a chunk of its next ``num_tokens`` tokens ends inside an image that has to be in one step."""
+        return False
+
+    def complete(self, sequence: Sequence, num_tokens: int, most: int) -> int:
+        """Return the tokens of a chunk of ``num_tokens`` that cuts no image; 0: it has to wait for a step with room.
+
+        The chunk then ends before the image, or else behind it, if that are no more than ``most`` tokens.
+        """
+        return num_tokens
+
     def add(self, sequence: Sequence, num_tokens: int, room: int) -> int:
         """Order what its next ``num_tokens`` tokens need. Return the work of encoding, in tokens of a prompt.
 
-        These are at most as many as ``limit`` allows, of the same ``room``.
+        These are at most as many as ``limit`` allows, of the same ``room``, or as ``complete`` makes of them.
         """
         return 0
 

@@ -134,7 +134,9 @@ class StepBuilder:
         most = max(1, min(missing, room, covered))
         image_room = self._image_room(sequence)
         room = min(room, image_room)
-        if not (num_tokens := self._images.limit(sequence, most, room, paced=self.budget is not None)):
+        most_room = min(missing, self._tokens_left, covered)
+        num_tokens = self._images.limit(sequence, most, room, paced=self.budget is not None)
+        if not (num_tokens := self._images.complete(sequence, num_tokens, most_room)):
             self._count_images(sequence, self._images.add_piece(sequence, image_room))
             return 0
         if sequence.state is not None:
@@ -142,7 +144,8 @@ class StepBuilder:
         if self.budget is not None:
             if num_tokens < missing:
                 spare = (self._most_tokens - self._tokens_left + num_tokens) % self._tile
-                num_tokens -= spare if spare < num_tokens else 0
+                is_cut = spare < num_tokens and not self._images.cuts(sequence, num_tokens - spare)
+                num_tokens -= spare if is_cut else 0
             self.budget.spend(sequence, num_tokens)
         self._count_images(sequence, self._images.add(sequence, num_tokens, room))
         self._send_blocks(sequence)
