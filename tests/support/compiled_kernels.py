@@ -80,7 +80,7 @@ def attention(window: int) -> str:
     chosen = tiles.choose_tiles(8, 64, placement)
     spec = AttentionSpec(scale=0.125, window=window or None)
     sizes = {"KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 64, "PAGE_SIZE": 16, "WINDOW": window, "HAS_SINKS": True}
-    sizes["ROPE_DIM"] = 0
+    sizes |= {"ROPE_DIM": 0, "HAS_LATER": False}
     options = sizes | {"FEW": chosen.few} | chosen.prefill_options(spec.window)
     return sass_of(prefill_attention._prefill_attention_kernel, options)
 
@@ -122,7 +122,10 @@ def latent(name: str) -> str:
         sizes = {"HEADS": 16, "NOPE": 128, "TILE": 128, "BLOCK": 16, "ROW_CHUNK": 256, **row}
         return sass_of(latents._gather_latents_kernel, sizes)
     if name == "prefill":
-        return sass_of(prefill_attention._prefill_attention_kernel, {**attend, "FEW": chosen.few, **chosen.prefill})
+        return sass_of(
+            prefill_attention._prefill_attention_kernel,
+            {**attend, "HAS_LATER": False, "FEW": chosen.few, **chosen.prefill},
+        )
     options = {**attend, "SEVERAL": name == "several", "PDL": True}
     return sass_of(
         decode_attention._decode_attention_kernel, options | (chosen.several if name == "several" else chosen.decode)

@@ -370,6 +370,11 @@ class ImageReference:
             return self._pixtral_tokens(height // 28, width // 28)
         return [self.image_token_id] * (height * width // MERGE_SIZE**2)
 
+    def num_tokens(self, image: Image.Image) -> int:
+        """Return the tokens of an image, without text around them."""
+        tokens = self.tokens_of(image)
+        return len(tokens) if self.gemma is None else tokens.count(self.image_token_id)
+
     def prompt(self, *parts: str | Image.Image) -> tuple[list[int], Images]:
         """Return token ids with all tokens of images, and the spans of the images, without digests."""
         ids: list[int] = []

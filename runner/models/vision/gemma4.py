@@ -146,7 +146,7 @@ class _Encoder(nn.Module):
     def pooled(self, x: Tensor) -> Tensor:
         """Return the averages [tokens, hidden_size] of the patches of each token."""
         averages = x.float().view(-1, self._patches, x.shape[-1]).mean(1).to(x.dtype)
-        scaled = averages.float() * self._scale
+        scaled: Tensor = averages.float() * self._scale
         if self._standardizes:
             scaled = (scaled - self.std_bias.float()) * self.std_scale.float()
         return scaled.to(x.dtype)
@@ -165,7 +165,8 @@ class _PatchEmbedding(nn.Module):
         table = self.position_embedding_table
         embedded: Tensor = self.input_proj(by_pixel)
         positions = F.embedding(columns, table[0]) + F.embedding(rows, table[1])
-        return embedded + positions
+        x: Tensor = embedded + positions
+        return x
 
 
 class _Layers(nn.Module):
