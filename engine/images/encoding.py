@@ -165,7 +165,18 @@ class ImageEncoding(ImageSteps):
         self._kept = frozenset(kept)
         self._begun = frozenset(begun)
 
-    def limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool = False) -> int:
+    def limit(self, sequence: Sequence, num_tokens: int, room: int, held: int, paced: bool = False) -> int:
+        num_tokens = self._limit(sequence, num_tokens, room, paced)
+        image = self._cut_image(sequence, num_tokens) if self._costs.whole and num_tokens else None
+        if image is None:
+            return num_tokens
+        begin = sequence.num_launched
+        if begin < image.start:
+            return image.start - begin
+        return image.end - begin if image.end - begin <= held else 0
+
+    def _limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool) -> int:
+        """Return ``limit`` where chunks may end inside images."""
         begin = sequence.num_launched
         is_due = sequence is self._due
         kept = self._kept_before_due if is_due else self._kept
@@ -197,15 +208,6 @@ class ImageEncoding(ImageSteps):
 
     def cuts(self, sequence: Sequence, num_tokens: int) -> bool:
         return self._costs.whole and self._cut_image(sequence, num_tokens) is not None
-
-    def complete(self, sequence: Sequence, num_tokens: int, most: int) -> int:
-        image = self._cut_image(sequence, num_tokens) if self._costs.whole and num_tokens else None
-        if image is None:
-            return num_tokens
-        begin = sequence.num_launched
-        if begin < image.start:
-            return image.start - begin
-        return image.end - begin if image.end - begin <= most else 0
 
     @staticmethod
     def _cut_image(sequence: Sequence, num_tokens: int) -> ImageSpan | None:

@@ -60,10 +60,11 @@ class ImageSteps:
     def begin(self, step: int, prompts: Collection[Sequence]) -> None:
         """Begin to plan a step. ``prompts`` run already, first admitted first."""
 
-    def limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool = False) -> int:
+    def limit(self, sequence: Sequence, num_tokens: int, room: int, held: int, paced: bool = False) -> int:
         """Return how many of its next ``num_tokens`` tokens the step may compute; 0: it has to wait for an image.
 
-        ``room``: tokens that fit into the step, with the work of encoding. ``paced``: sequences decode beside it.
+        ``room``: tokens that fit into the step, with the work of encoding. ``paced``: sequences decode beside it. Where
+        an image has to be in one step, the chunk ends before it, or behind it if these are at most ``held`` tokens.
         """
         return num_tokens
 
@@ -71,17 +72,10 @@ class ImageSteps:
         """Whether a chunk of its next ``num_tokens`` tokens ends inside an image that has to be in one step."""
         return False
 
-    def complete(self, sequence: Sequence, num_tokens: int, most: int) -> int:
-        """Return the tokens of a chunk of ``num_tokens`` that cuts no image; 0: it has to wait for a step with room.
-
-        The chunk then ends before the image, or else behind it, if that are no more than ``most`` tokens.
-        """
-        return num_tokens
-
     def add(self, sequence: Sequence, num_tokens: int, room: int) -> int:
         """Order what its next ``num_tokens`` tokens need. Return the work of encoding, in tokens of a prompt.
 
-        These are at most as many as ``limit`` allows, of the same ``room``, or as ``complete`` makes of them.
+        These are at most as many as ``limit`` allows, of the same ``room``.
         """
         return 0
 

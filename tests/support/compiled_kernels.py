@@ -36,7 +36,9 @@ POINTERS = {
     **dict.fromkeys(("x", "bias", "y", "q", "k", "v", "cache", "out", "sinks"), "*bf16"),
     **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "scores"), "*bf16"),
     **dict.fromkeys(("q_rope", "latents", "keys"), "*bf16"),
-    **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
+    **dict.fromkeys(
+        ("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots", "later"), "*i32"
+    ),
     **dict.fromkeys(("parts", "done", "chunks", "long_rows", "snapshots", "ends", "drafted"), "*i32"),
     **dict.fromkeys(("a_log", "dt_bias", "states", "totals", "cos", "sin", "results", "weights"), "*fp32"),
     "words": "*i16",
