@@ -248,6 +248,9 @@ class ImageInput(_message.Message):
     MAX_SIDE_FIELD_NUMBER: _builtins.int
     ROW_END_FIELD_NUMBER: _builtins.int
     IMAGE_END_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    FILLS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """placeholder of each token of an image"""
     patch_size: _builtins.int
@@ -265,6 +268,12 @@ class ImageInput(_message.Message):
     """token of text that ends each row but the last; 0: rows have none"""
     image_end: _builtins.int
     """token of text that ends the last row, if rows have such tokens"""
+    before: _builtins.int
+    """token of text before each image, outside its span; 0: none"""
+    behind: _builtins.int
+    """token of text behind each image, outside its span; 0: none"""
+    fills: _builtins.bool
+    """images are resized to max_pixels, and their sides rounded down to tokens"""
     def __init__(
         self,
         *,
@@ -277,10 +286,13 @@ class ImageInput(_message.Message):
         max_side: _builtins.int = ...,
         row_end: _builtins.int = ...,
         image_end: _builtins.int = ...,
+        before: _builtins.int = ...,
+        behind: _builtins.int = ...,
+        fills: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "image_end", b"image_end", "max_pixels", b"max_pixels", "max_side", b"max_side", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "row_end", b"row_end", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "behind", b"behind", "fills", b"fills", "fingerprint", b"fingerprint", "image_end", b"image_end", "max_pixels", b"max_pixels", "max_side", b"max_side", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "row_end", b"row_end", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -659,19 +659,36 @@ def test_prompts_complete_the_partial_image_of_a_later_one(see: MakeSeeing) -> N
 def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -> None:
     """Little memory for KV and embeddings, cancels, pauses, pixels that go with the first token as in a frontend."""
     chance = random.Random(seed)
+    check_every_prompt_ends(depth, chance, chance.choice((14, 20, 40)), state_slots=chance.choice((0, 0, 20)))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@given(seed=st.integers(0, 1 << 30))
+@examples(40)
+def test_every_prompt_ends_where_steps_compute_whole_images(depth: tuple[int, int], seed: int) -> None:
+    """The runner asserts that no step ends inside an image. Prefix hits do, and blocks run out."""
+    chance = random.Random(seed)
+    windows = chance.choice(((None,), (None, 6), (9, None)))
+    num_blocks = chance.choice((20, 30, 40)) * len(windows)
+    check_every_prompt_ends(
+        depth, chance, num_blocks, whole=True, windows=windows, batch_tokens=chance.choice((19, 30))
+    )
+
+
+def check_every_prompt_ends(depth: tuple[int, int], chance: random.Random, num_blocks: int, **options: Any) -> None:
     cache = chance.choice((12, 13, 20, 40))
     cost = chance.choice((0.0, 0.3, 1.0, 5.0, 30.0))
     steps = SimulatedSteps(SimulatedCosts(prompt_token=2e-3), INPUT, EncodingCost(cost))
     node = SeeingNode(
-        chance.choice((14, 20, 40)),
+        num_blocks,
         *depth,
         cache=cache,
         cost=cost,
         itl_target=chance.choice((0.0, None, 0.02)),
         ttft_target=chance.choice((0.0, 0.5)),
         layered=chance.random() < 0.3,
-        state_slots=chance.choice((0, 0, 20)),
         seconds=steps.seconds,
+        **options,
     )
     pictures = [Picture(number, chance.randint(1, 3), chance.randint(1, 4)) for number in range(1, 7)]
     pixels = Counter[int]()  # prompts that need them, by number of the picture
