@@ -61,6 +61,7 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
         else pb.Pooling(size=pooling.size, matryoshka=pooling.matryoshka, yes_or_no=pooling.method == YES_OR_NO),
         adapters=[pb.NamedAdapter(**asdict(adapter)) for adapter in node.adapters],
         images=None if accepted is None else image_input_to_pb(accepted),
+        image_cost=None if accepted is None else pb.ImageCost(**asdict(config.image_token_cost)),
         continued_images=None if continued is None else image_input_to_pb(continued),
     )
 

@@ -19,6 +19,16 @@ class RowSnapshot(NamedTuple):
     slot: int  # destination; a row has one at most
 
 
+class LaterTokens(NamedTuple):
+    """How many of the tokens behind it each token of a step sees, in layers whose spec has ``whole_images``.
+
+    All of them are in the step. Tokens of text see none.
+    """
+
+    counts: NDArray[np.int32]  # [tokens], host
+    device: Tensor  # [tokens] int32
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """The tokens of one step.
@@ -42,9 +52,10 @@ class AttentionBatch:
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
     state_slots: Tensor | None = None  # [rows] int32, device: slots of recurrent state; None: the model has no state
     state_snapshots: tuple[RowSnapshot, ...] = ()
-    # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``GatedDelta.commit``; None: no
+    # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``Recurrent.commit``; None: no
     # row has any
     drafted: Tensor | None = None
+    later: LaterTokens | None = None  # None: no token sees later ones
     others: tuple[AttentionBatch, ...] = ()
 
     @classmethod
@@ -60,10 +71,13 @@ class AttentionBatch:
         state_slots: Tensor | None = None,
         state_snapshots: tuple[RowSnapshot, ...] = (),
         drafted: Tensor | None = None,
+        later: LaterTokens | None = None,
     ) -> AttentionBatch:
         """Return the batch of a step, given the page table and the slots of each group."""
         lengths = query_starts, seq_lens, device_query_starts, device_seq_lens
-        first, *others = (cls(*lengths, *table_and_slots) for table_and_slots in zip(page_tables, slots, strict=True))
+        first, *others = (
+            cls(*lengths, *table_and_slots, later=later) for table_and_slots in zip(page_tables, slots, strict=True)
+        )
         return replace(
             first, state_slots=state_slots, state_snapshots=state_snapshots, drafted=drafted, others=tuple(others)
         )
@@ -123,6 +137,14 @@ class GatedDeltaWeights:
     conv: Tensor  # [conv_width, channels]: a program reads channels that lie one after the other
     a_log: Tensor  # [value_heads] float32
     dt_bias: Tensor  # [value_heads] float32
+
+
+@dataclass(frozen=True)
+class ShortConvWeights:
+    """Weights of a short convolution, of a rank."""
+
+    conv: Tensor  # [conv_width, channels]
+    bias: Tensor | None  # [channels]
 
 
 @dataclass(frozen=True)

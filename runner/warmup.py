@@ -77,6 +77,8 @@ def run_largest_steps(runner: ModelRunner, config: NodeConfig, adapter_slot: int
 def _run_image(runner: ModelRunner, config: NodeConfig, accepted: ImageInput) -> None:
     """Encode the largest image, and compute as many of its tokens as a step holds."""
     tokens = largest_image(accepted, config.max_model_len)
+    if config.model.whole_images:
+        tokens = max(1, min(tokens, config.max_batch_tokens, config.max_model_len - _more(config)))
     rows = math.isqrt(tokens)
     height = rows * accepted.cell
     width = tokens // rows * accepted.cell

@@ -88,7 +88,8 @@ class Scheduler:
         self.states = StateSlots(config.num_state_slots, config.block_size) if config.num_state_slots else States()
         parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
         self.connector = connector(parts)
-        self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
+        sizes = config.block_size, config.max_batch_tokens
+        self._kv = KVCacheManager(self.pool, self.connector, *sizes, self.states, config.whole_images)
         self.images = images(self.totals)
         self._drafting = drafting(config, self._kv, self.meter, self.totals, self.events)
         self._constraints = GrammarConstraints(
@@ -262,7 +263,7 @@ class Scheduler:
         if not self.events:
             return None
         self.totals.sampled_tokens += len(self.events.outputs.rids)
-        batch = self.events.take(self.status(), *(self.connector.report.take() if cache else ([], [], [])))
+        batch = self.events.take(self.status(), self.images.take_changes(), *self.connector.report.take(cache))
         self.events.status_changed = not cache  # so there is a next time
         return batch
 

@@ -146,7 +146,7 @@ def choose_parallel_config(
     sizes = [("attention heads", model.num_heads), ("intermediate_size", model.intermediate_size)]
     _check_experts(model, tp, ep)
     if model.state is not None:
-        sizes.append(("key heads of recurrent layers", model.state.key_heads))
+        sizes.append(model.state.divisible)
     if model.moe is not None:
         sizes.append(("intermediate size of experts", model.moe.intermediate_size * ep))
         sizes.append(("intermediate size of shared experts", model.moe.shared_intermediate_size))
@@ -325,7 +325,7 @@ def _head_parameters(model: ModelConfig, head: Eagle3Config, position: RankPosit
 
 
 def _mixer_parameters(mine: ModelConfig) -> int:
-    """Count the weights of linear layers in attention, and in gated delta nets, of a rank's part of a model."""
+    """Count the weights of linear layers in attention, and in recurrent layers, of a rank's part of a model."""
     kv_layers = mine.num_kv_layers
     if mine.latent is not None:
         return kv_layers * mine.latent.num_weights(mine.hidden_size, mine.num_heads)
@@ -335,9 +335,7 @@ def _mixer_parameters(mine: ModelConfig) -> int:
     attention = kv_layers * mine.hidden_size * mine.head_dim * heads
     if (state := mine.state) is None:
         return attention
-    values = state.value_heads * state.value_dim
-    outputs = state.channels + values + 2 * state.value_heads  # queries, keys, values, gates; betas and decays
-    return attention + (mine.num_layers - len(mine.kv_layers)) * mine.hidden_size * (outputs + values)
+    return attention + (mine.num_layers - len(mine.kv_layers)) * state.num_weights(mine.hidden_size)
 
 
 def _unlike_heads_parameters(mine: ModelConfig) -> int:

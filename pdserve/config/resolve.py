@@ -26,7 +26,7 @@ from pdserve.config.resolution.at_load import check_quantized_at_load, quantized
 from pdserve.config.resolution.compat_fields import compat_fields_of
 from pdserve.config.resolution.drafts import check_drafts, choose_draft_source, with_draft_head
 from pdserve.config.resolution.host_kv import check_disk_kv, check_host_kv
-from pdserve.config.resolution.images import choose_images
+from pdserve.config.resolution.images import choose_images, with_whole_images
 from pdserve.config.resolution.kernels import (
     QuantizationLimits,
     choose_attention_backend,
@@ -143,6 +143,9 @@ def resolve(
     served_model_name = reasons.take("served_model_name", _choose_name(options))
     max_model_len = reasons.take(
         "max_model_len", choose_max_model_len(options, model, kv, max_batch_tokens, estimated=measured)
+    )
+    images = reasons.take(
+        "images", with_whole_images(images, options, model, max_batch_tokens, max_num_seqs, max_model_len)
     )
     cuda_graphs = reasons.take("cuda_graphs", choose_cuda_graphs(options, platform, decision))
     itl_target = reasons.take("itl_target", choose_itl_target(options))

@@ -605,23 +605,36 @@ class EventBatch(msgspec.Struct, tag=True):
     cached: list[bytes] = []  # hashes of blocks that entered the prefix cache
     evicted: list[bytes] = []  # hashes of blocks that left it
     cache_changes: list[CacheChanges] = []  # with KV events: net changes with tokens, for all KV cache groups
+    images_cached: list[bytes] = []  # digests of images that have embeddings now
+    images_dropped: list[bytes] = []  # digests of images that have lost them
 
     def __bool__(self) -> bool:
         return bool(self.outputs.rids) or any(getattr(self, name) for name in _EVENTS)
 
     def take(
-        self, status: Status, cached: list[bytes], evicted: list[bytes], cache_changes: list[CacheChanges]
+        self,
+        status: Status,
+        images: tuple[list[bytes], list[bytes]],
+        cached: list[bytes],
+        evicted: list[bytes],
+        cache_changes: list[CacheChanges],
     ) -> EventBatch:
-        """Return the batch as a message, with the changes of the prefix cache, and start over."""
+        """Return the batch as a message, with the changes of images and of the prefix cache, and start over."""
         taken = msgspec.structs.replace(
-            self, status=status, cached=cached, evicted=evicted, cache_changes=cache_changes
+            self,
+            status=status,
+            cached=cached,
+            evicted=evicted,
+            cache_changes=cache_changes,
+            images_cached=images[0],
+            images_dropped=images[1],
         )
         for name, value in msgspec.structs.asdict(EventBatch()).items():
             setattr(self, name, value)
         return taken
 
 
-_NO_EVENTS = ("status", "outputs", "cached", "evicted", "cache_changes")
+_NO_EVENTS = ("status", "outputs", "cached", "evicted", "cache_changes", "images_cached", "images_dropped")
 _EVENTS = tuple(name for name in EventBatch.__struct_fields__ if name not in _NO_EVENTS)
 
 

@@ -4,7 +4,7 @@ A rank has one allocation of ``num_slots`` slots. A slot holds the state of one 
 recurrent layers of the rank:
 
     slot s   bytes s * slot_bytes … of the allocation
-    layer l  bytes l * layer_bytes … of the slot: the state of the delta rule, then the convolution's
+    layer l  bytes l * layer_bytes … of the slot: the state of the delta rule, if it has one, then the convolution's
 
 Each step overwrites the state, unlike KV. So only the rank that computes a sequence writes to its slot, and a peer
 reads, or a prefix hit copies, a slot that no step writes to.
@@ -71,10 +71,88 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
         """Name and value of what must be equal on both sides of a handoff; heads are the model's."""
         return {"state": "gated_delta"} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
 
+    @property
+    def divisible(self) -> tuple[str, int]:
+        """What tensor shards divide evenly, in words, and its number."""
+        return "key heads of recurrent layers", self.key_heads
+
+    @property
+    def out_inputs(self) -> int:
+        """Inputs of the output projection: the values of all heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the parts that tensor shards divide one by one: queries, keys, values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.out_inputs
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Count the weights of a layer's projections."""
+        gates = self.out_inputs
+        betas_and_decays = 2 * self.value_heads
+        return hidden_size * (self.channels + gates + betas_and_decays + self.out_inputs)
+
     def split(self, shards: int) -> Self:
         """Return the spec of one of ``shards`` tensor shards, which divide the key heads."""
         assert self.key_heads % shards == 0
         return msgspec.structs.replace(self, key_heads=self.key_heads // shards, value_heads=self.value_heads // shards)
+
+
+class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
+    """State of one gated short convolution (LFM2) per sequence: its last inputs.
+
+    conv   [channels, conv_width - 1] of ``dtype``, the oldest first
+    """
+
+    channels: int  # the model's; in a layout, the rank's
+    conv_width: int  # tokens that the convolution sees
+    dtype: str  # a key of DTYPE_BYTES
+
+    @property
+    def delta_bytes(self) -> int:
+        """Return 0: there is no delta rule."""
+        return 0
+
+    @property
+    def conv_bytes(self) -> int:
+        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BYTES[self.dtype])
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.conv_bytes
+
+    @property
+    def compat_fields(self) -> dict[str, str]:
+        """Name and value of what must be equal on both sides of a handoff; channels are the model's."""
+        return {"state": "short_conv"} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
+
+    @property
+    def divisible(self) -> tuple[str, int]:
+        """What tensor shards divide evenly, in words, and its number."""
+        return "channels of short convolutions", self.channels
+
+    @property
+    def out_inputs(self) -> int:
+        """Inputs of the output projection."""
+        return self.channels
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the one part that tensor shards divide."""
+        return (self.channels,)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Count the weights of a layer's projections: two gates and inputs, and the output."""
+        return 4 * hidden_size * self.channels
+
+    def split(self, shards: int) -> Self:
+        """Return the spec of one of ``shards`` tensor shards, which divide the channels."""
+        assert self.channels % shards == 0
+        return msgspec.structs.replace(self, channels=self.channels // shards)
+
+
+StateSpec = GatedDeltaSpec | ShortConvSpec
 
 
 class StateLayout(msgspec.Struct, frozen=True):
@@ -82,7 +160,7 @@ class StateLayout(msgspec.Struct, frozen=True):
 
     num_slots: int
     num_layers: int  # recurrent layers of the rank
-    spec: GatedDeltaSpec
+    spec: StateSpec
 
     @property
     def slot_bytes(self) -> int:

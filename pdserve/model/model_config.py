@@ -14,7 +14,7 @@ from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.groups import KVCacheGroups, KVHeads, cut_into_groups
 from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
-from pdserve.kv.states import GatedDeltaSpec
+from pdserve.kv.states import StateSpec
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.eagle3 import Eagle3Config, TargetSizes
@@ -40,7 +40,6 @@ from pdserve.model.quantization.weight_formats import (
     WeightFormat,
     storage_rules,
 )
-from pdserve.model.recurrent import read_gated_delta
 from pdserve.model.rope import RopeConfig
 from pdserve.model.text_part import causal_name, take_text_part, text_headers
 from pdserve.model.unread_fields import check_unread, unread_names
@@ -77,7 +76,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention: tuple[AttentionSpec, ...] = ()  # one spec per layer that attends
     windows: tuple[int | None, ...] = ()  # tokens, per layer of a transformers model; None: all tokens
     recurrent: tuple[bool, ...] = ()  # per layer, whether it keeps a state instead of attending; empty: no layer does
-    state: GatedDeltaSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
+    state: StateSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
     has_output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a part of q_proj
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     weight_format: str = UNQUANTIZED  # format of linear layers in the checkpoint, a key of WEIGHT_FORMATS
@@ -99,7 +98,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
     kv_heads: tuple[KVHeads, ...] = ()  # heads per layer with a KV cache; empty: all have num_kv_heads and head_dim
     gemma4: Gemma4Config | None = None  # None: another family, or not native
     kv_sources: tuple[int, ...] = ()  # the layer whose KV each layer reads: itself, or an earlier one; empty: itself
+    conv_bias: bool = False  # short convolutions and their projections have biases
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
+
+    @property
+    def whole_images(self) -> bool:
+        """Whether tokens of an image see later ones of it, so that one step computes all that have no KV yet."""
+        return any(spec.whole_images for spec in self.attention)
 
     @property
     def keeps_quantized(self) -> bool:
@@ -158,7 +163,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """Count those of ``layers`` that have a KV cache; the others have a recurrent state or read another's."""
         return sum(self.has_kv(layer) for layer in layers)
 
-    def state_spec(self, dtype: str) -> GatedDeltaSpec | None:
+    def state_spec(self, dtype: str) -> StateSpec | None:
         """Return what each recurrent layer keeps per sequence on a node that serves in ``dtype``."""
         return None if self.state is None else msgspec.structs.replace(self.state, dtype=dtype)
 
@@ -255,6 +260,8 @@ def _native_decoder(
     """Read a model of a family in ``FAMILIES``."""
     family = FAMILIES[architecture]
     fields.defaults = family.defaults
+    if family.rename is not None:
+        family.rename(fields)
     check_unread(fields, family.module, has_layer_config=family.complete is not None)
     weight_format, quantization = read_weight_format(fields)
     _check_activation(fields)
@@ -287,13 +294,14 @@ def _native_decoder(
         tie_word_embeddings=_is_tied(model_dir, fields, embeds),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
+        conv_bias=fields.flag("conv_bias"),
         attention=tuple(
             AttentionSpec(scale=scale, window=window, has_sinks=family.has_sinks)
             for layer, window in enumerate(family.windows(fields, num_layers))
             if not (recurrent and recurrent[layer])
         ),
         recurrent=recurrent,
-        state=read_gated_delta(fields, dtype) if recurrent else None,
+        state=family.state(fields, dtype) if recurrent else None,
         has_output_gate=family.has_output_gate,
         centered_norms=family.centered_norms,
         weight_format=weight_format,

@@ -173,6 +173,7 @@ class NodeDescription(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     CONTINUED_IMAGES_FIELD_NUMBER: _builtins.int
+    IMAGE_COST_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start, wake-up and change of the weights"""
@@ -228,6 +229,10 @@ class NodeDescription(_message.Message):
     def continued_images(self) -> Global___ImageInput:
         """of a node that only continues prompts with images, which a peer has computed"""
 
+    @_builtins.property
+    def image_cost(self) -> Global___ImageCost:
+        """beside ``images``"""
+
     def __init__(
         self,
         *,
@@ -255,10 +260,11 @@ class NodeDescription(_message.Message):
         images: Global___ImageInput | None = ...,
         adapters: _abc.Iterable[Global___NamedAdapter] | None = ...,
         continued_images: Global___ImageInput | None = ...,
+        image_cost: Global___ImageCost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "image_cost", b"image_cost", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "image_cost", b"image_cost", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,6 +285,9 @@ class ImageInput(_message.Message):
     MAX_SIDE_FIELD_NUMBER: _builtins.int
     ROW_END_FIELD_NUMBER: _builtins.int
     IMAGE_END_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    FILLS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """placeholder of each token of an image"""
     patch_size: _builtins.int
@@ -296,6 +305,12 @@ class ImageInput(_message.Message):
     """token of text that ends each row but the last; 0: rows have none"""
     image_end: _builtins.int
     """token of text that ends the last row, if rows have such tokens"""
+    before: _builtins.int
+    """token of text before each image, outside its span; 0: none"""
+    behind: _builtins.int
+    """token of text behind each image, outside its span; 0: none"""
+    fills: _builtins.bool
+    """images are resized to max_pixels, and their sides rounded down to tokens"""
     def __init__(
         self,
         *,
@@ -308,14 +323,41 @@ class ImageInput(_message.Message):
         max_side: _builtins.int = ...,
         row_end: _builtins.int = ...,
         image_end: _builtins.int = ...,
+        before: _builtins.int = ...,
+        behind: _builtins.int = ...,
+        fills: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "image_end", b"image_end", "max_pixels", b"max_pixels", "max_side", b"max_side", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "row_end", b"row_end", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "behind", b"behind", "fills", b"fills", "fingerprint", b"fingerprint", "image_end", b"image_end", "max_pixels", b"max_pixels", "max_side", b"max_side", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "row_end", b"row_end", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImageInput: _TypeAlias = ImageInput  # noqa: Y015
+
+@_typing.final
+class ImageCost(_message.Message):
+    """The work of encoding an image of n tokens, in tokens of a prompt: n × (base + slope × n)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    SLOPE_FIELD_NUMBER: _builtins.int
+    base: _builtins.float
+    slope: _builtins.float
+    def __init__(
+        self,
+        *,
+        base: _builtins.float = ...,
+        slope: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "slope", b"slope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageCost: _TypeAlias = ImageCost  # noqa: Y015
 
 @_typing.final
 class Pooling(_message.Message):
@@ -375,6 +417,7 @@ class NodeReport(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, … on each stream"""
     @_builtins.property
@@ -385,6 +428,10 @@ class NodeReport(_message.Message):
     def load(self) -> Global___NodeLoad: ...
     @_builtins.property
     def cache(self) -> Global___CacheChange: ...
+    @_builtins.property
+    def images(self) -> Global___CacheChange:
+        """likewise the images whose embeddings are cached, by the first 8 bytes of ImageSpan.digest"""
+
     def __init__(
         self,
         *,
@@ -392,10 +439,11 @@ class NodeReport(_message.Message):
         description: Global___NodeDescription | None = ...,
         load: Global___NodeLoad | None = ...,
         cache: Global___CacheChange | None = ...,
+        images: Global___CacheChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "images", b"images", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "images", b"images", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1604,6 +1652,7 @@ class RankStates(_message.Message):
     VALUE_DIM_FIELD_NUMBER: _builtins.int
     CONV_WIDTH_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     address: _builtins.int
     num_bytes: _builtins.int
     num_slots: _builtins.int
@@ -1615,12 +1664,14 @@ class RankStates(_message.Message):
     """of num_shards, which hold a part of the heads each"""
     num_shards: _builtins.int
     key_heads: _builtins.int
-    """of the shard, as are value_heads"""
+    """of the shard, as are value_heads; 0 for short convolutions, as 10 to 12"""
     value_heads: _builtins.int
     key_dim: _builtins.int
     value_dim: _builtins.int
     conv_width: _builtins.int
     dtype: _builtins.str
+    channels: _builtins.int
+    """of the shard, for short convolutions; 0: gated delta nets, whose heads give them"""
     def __init__(
         self,
         *,
@@ -1638,10 +1689,11 @@ class RankStates(_message.Message):
         value_dim: _builtins.int = ...,
         conv_width: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        channels: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "conv_width", b"conv_width", "dtype", b"dtype", "first_layer", b"first_layer", "key_dim", b"key_dim", "key_heads", b"key_heads", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_slots", b"num_slots", "shard", b"shard", "total_layers", b"total_layers", "value_dim", b"value_dim", "value_heads", b"value_heads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "channels", b"channels", "conv_width", b"conv_width", "dtype", b"dtype", "first_layer", b"first_layer", "key_dim", b"key_dim", "key_heads", b"key_heads", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_slots", b"num_slots", "shard", b"shard", "total_layers", b"total_layers", "value_dim", b"value_dim", "value_heads", b"value_heads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

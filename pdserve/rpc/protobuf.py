@@ -9,10 +9,10 @@ from typing import Any
 from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
-from pdserve.images import ImageInput, Images, ImageSpan
+from pdserve.images import EncodingCost, ImageInput, Images, ImageSpan
 from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
-from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
+from pdserve.kv.states import GatedDeltaSpec, RankStates, ShortConvSpec, StateLayout, StateShare, StateSpec
 from pdserve.logprobs import PromptLogprobs, TokenLogprobs
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, RankKV
@@ -69,6 +69,10 @@ def image_input_to_pb(images: ImageInput) -> pb.ImageInput:
 
 def image_input_from_pb(message: pb.ImageInput) -> ImageInput:
     return ImageInput(**{name: getattr(message, name) for name in ImageInput.__struct_fields__})
+
+
+def image_cost_from_pb(message: pb.ImageCost) -> EncodingCost:
+    return EncodingCost(message.base, message.slope)
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:
@@ -207,7 +211,8 @@ def _states_to_pb(states: RankStates) -> pb.RankStates:
 def _states_from_pb(message: pb.RankKV) -> RankStates:
     """Raises ConfigError for a share that is no part of the model."""
     states = message.states
-    spec = GatedDeltaSpec(**{name: getattr(states, name) for name in GatedDeltaSpec.__struct_fields__})
+    kind: type[StateSpec] = ShortConvSpec if states.channels else GatedDeltaSpec
+    spec = kind(**{name: getattr(states, name) for name in kind.__struct_fields__})
     return RankStates(
         KVRegion(states.address, states.num_bytes, message.device, message.device_id),
         StateLayout(states.num_slots, states.num_layers, spec),

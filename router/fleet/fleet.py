@@ -18,6 +18,7 @@ from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES
 from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
 from pdserve.tracing.spans import Attributes, Value
+from router.fleet.image_index import NO_IMAGES, HeldImages, PromptImages
 from router.fleet.image_nodes import ImageNodes
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
@@ -230,7 +231,7 @@ class Fleet:
         if hands_off:
             request = self._policy_request(prefix)
         else:
-            request = PolicyRequest(prefix.num_tokens, may_hand_off=False)
+            request = PolicyRequest(prefix.num_tokens, may_hand_off=False, images=self._prompt_images(prefix))
         if hint is not NO_HINT:
             fields = {"prefills": self._named_prefills(hint.prefill), "ttft": hint.ttft, "tpot": hint.tpot}
             request = msgspec.structs.replace(request, **fields)
@@ -298,10 +299,12 @@ class Fleet:
     ) -> None:
         """Add the request to the load of its nodes and to the metrics."""
         cached = max(request.cached.get(placement.prefill or placement.decode, 0), placement.source_tokens)
-        uncached = max(1, request.num_tokens - cached)
-        decode.add_request(0 if prefill else uncached, request.num_tokens)
+        computing = (prefill or decode).view()
+        assert computing is not None, "it was chosen by its view"
+        computed = request.to_compute(computing, placement.source_tokens)
+        decode.add_request(0 if prefill else computed, request.num_tokens)
         if prefill is not None:
-            prefill.add_request(uncached, request.num_tokens, for_peer=True)
+            prefill.add_request(computed, request.num_tokens, for_peer=True)
         self._metrics.placements.labels(self._policy, "local" if prefill is None else "remote").inc()
         self._metrics.expected_cached_tokens.inc(cached)
 
@@ -314,7 +317,13 @@ class Fleet:
             most = (prefix.num_tokens - 1) // block_size  # the last token is always computed
             matches = self._nodes.prefixes.match(prefix.hashes(block_size)[:most], nodes)
             cached.update((nodes[blocks], count * block_size) for blocks, count in matches.items())
-        return PolicyRequest(prefix.num_tokens, cached)
+        return PolicyRequest(prefix.num_tokens, cached, images=self._prompt_images(prefix))
+
+    def _prompt_images(self, prefix: PromptPrefix) -> PromptImages:
+        """Look the images of a prompt up on the nodes that encode images, if the policy reads that."""
+        if self._policy not in PREFIX_POLICIES or not prefix.images:
+            return NO_IMAGES
+        return PromptImages.of_nodes(prefix.images, self._current_members().held_images())
 
     def _named_prefills(self, addresses: Sequence[str]) -> frozenset[str] | None:
         """Return the ids of listed P at these addresses, or alone on these hosts. Raises RequestError if none is known.
@@ -427,6 +436,11 @@ def _named_adapters(nodes: Sequence[pb.NodeDescription]) -> dict[str, NamedAdapt
                 counts[named] += 2 if node.role != "prefill" and node.state == "ready" else 1
     by_rarity = sorted(counts, key=lambda named: (counts[named], named.digest))
     return {named.name: named for named in by_rarity}
+
+    def held_images(self) -> list[tuple[str, HeldImages]]:
+        """Return the images that nodes report, by node id."""
+        ids = ((node.description.node_id, node.held_images) for node in self.nodes.values() if node.description)
+        return [(node_id, held) for node_id, held in ids if held and node_id in self.image_inputs]
 
 
 def _taking(length: int, views: Sequence[NodeView]) -> tuple[NodeView, ...]:

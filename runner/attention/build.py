@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 
+from pdserve.kv.states import ShortConvSpec
 from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
-from runner.attention.gated_delta import GatedDelta
+from runner.attention.recurrent import Recurrent
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 from runner.state_cache import StateCache
@@ -58,7 +59,15 @@ def build_backend(
     return backend
 
 
-def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_drafts: int) -> GatedDelta:
+def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_drafts: int) -> Recurrent:
+    if isinstance(states.layout.spec, ShortConvSpec):
+        if name == "torch":
+            from runner.attention.short_conv import TorchShortConv
+
+            return TorchShortConv(states)
+        from runner.attention.triton_short_conv import TritonShortConv
+
+        return TritonShortConv(states, max_num_seqs, max_drafts)
     if name == "torch":
         from runner.attention.gated_delta import TorchGatedDelta
 

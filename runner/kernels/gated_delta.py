@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv.states import GatedDeltaSpec
+from pdserve.kv.states import GatedDeltaSpec, StateSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
@@ -445,7 +445,7 @@ def store_history(
     slots: Tensor,
     query_starts: Tensor,
     ends: Tensor,
-    spec: GatedDeltaSpec,
+    spec: StateSpec,
     snapshots: Tensor | None = None,
     drafted: Tensor | None = None,
 ) -> None:

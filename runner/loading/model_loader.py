@@ -178,7 +178,7 @@ class LoadedModel:
             return NO_IMAGE_INPUTS
         assert isinstance(self.decoder, Decoder)
         assert config.model.vision is not None
-        shard = config.position.shard
+        shard = 0 if self.decoder.embeds_whole else config.position.shard
         self.decoder.images = ImageInputs(config.model.vision, config.max_batch_tokens, self.placement, shard)
         return self.decoder.images
 

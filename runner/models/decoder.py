@@ -45,6 +45,7 @@ class Decoder(Model):
     """
 
     unused_tensors: tuple[str, ...] = ()  # first parts of the names of tensors that are not loaded
+    embeds_whole: bool = False  # each shard has whole embeddings before the first layer, not its part of a sum
     predictor_names: PredictorNames | None = None  # None: no checkpoint has a layer that predicts further tokens
 
     def __init__(

@@ -87,7 +87,7 @@ class ForwardPass:
         selects = self._position.is_last and not indices.every_token_samples
         keep = batch.logits_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
-            self._backend.plan(self._inputs.attention_batch(batch))
+            self._backend.plan(self._inputs.attention_batch(batch, later=self._model.images.later))
         elif self._backend.replans(descriptor.longest):
             self._backend.plan(self._inputs.attention_batch(batch, descriptor), graph=descriptor.longest)
         hidden = yield from self._stages.compute(

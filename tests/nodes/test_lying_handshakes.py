@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError, PeerError
 from pdserve.ipc.messages import EventBatch
 from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare
-from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
+from pdserve.kv.states import GatedDeltaSpec, RankStates, ShortConvSpec, StateLayout, StateShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import NO_ORDERS, Peer, RankKV
 from pdserve.rpc.field_ranges import check_answer
@@ -35,6 +35,7 @@ STATES = RankStates(
     StateLayout(4, 3, GatedDeltaSpec(2, 2, 4, 4, 4, "float16")),
     StateShare(0, 3, 3, 0, 1),
 )
+SHORT = RankStates(STATES.region, StateLayout(4, 3, ShortConvSpec(8, 3, "float16")), STATES.share)
 
 
 def rank(layout: KVLayout, share: KVShare | None = None, states: RankStates | None = None) -> RankKV:
@@ -47,6 +48,7 @@ NODES = {
     "windows": (LocalRank(), rank(WINDOWS)),
     "unlike heads": (LocalRank(), rank(UNLIKE)),
     "drafts": (LocalRank((DRAFTING,)), rank(WITH_DRAFTS, DRAFTING)),
+    "short convolutions": (LocalRank(states=SHORT), rank(PLAIN, None, SHORT)),
     "states": (LocalRank(states=STATES), rank(PLAIN, None, STATES)),
 }
 LIES = lies(pb.HandshakeReply.DESCRIPTOR)

@@ -26,10 +26,13 @@ Request = tuple[list[int], SamplingParams]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers = ["linear_attention", "full_attention"]
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5_text", num_hidden_layers=2, layer_types=layers)
+@pytest.fixture(
+    scope="module", params=[("qwen3_5_text", "linear_attention"), ("lfm2", "conv")], ids=lambda kind: kind[0]
+)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, recurrent = request.param
+    layers = [recurrent, "full_attention"]
+    return make_checkpoint(tmp_path_factory.mktemp("model"), family, num_hidden_layers=2, layer_types=layers)
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-ep": ("qwen3_next", {"num_key_value_heads": 1, "linear_num_key_heads": 4}),
     "qwen3.5": ("qwen3_5_text", {"linear_num_key_heads": 4, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "lfm2": ("lfm2", {"conv_bias": True, "tie_word_embeddings": True}),
+    "lfm2-moe-ep": ("lfm2_moe", {}),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 2}),
     "deepseek-v3-ep": ("deepseek_v3", {"num_hidden_layers": 2}),
     "ministral3": ("ministral3", {"num_hidden_layers": 2}),

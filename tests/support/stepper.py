@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 
 from pdserve.adapters.adapter import NO_ADAPTER_SLOT, AdapterSlot
-from pdserve.images import EncodedImage, Images
+from pdserve.images import EncodedImage, Images, tokens_to_end
 from pdserve.kv.groups import NULL_BLOCK, first_block
 from pdserve.kv.states import NO_SLOT
 from pdserve.logprobs import PromptLogprobs
@@ -52,6 +52,7 @@ class Stepper:
         self.runner = runner
         self.free = list(range(runner.kv_layout.num_blocks))
         self.samples = True  # False: the runner is of an earlier pipeline stage, whose tokens are not known here
+        self.whole_images = False  # a step computes all tokens of an image
         self.keeps_windows = False  # keep blocks behind windows: other sequences begin with them
         self.num_freed = 0  # blocks behind windows
         random.Random(seed).shuffle(self.free)
@@ -116,6 +117,9 @@ class Stepper:
         new_blocks = []
         for seq, sequence in self.live.items():
             count = min(chunk, len(sequence.tokens) - sequence.computed)
+            if self.whole_images:
+                last = sequence.computed + count - 1
+                count = last + tokens_to_end(sequence.images, last) - sequence.computed
             blocks = self._extend(sequence, sequence.computed + count)
             ends = sequence.computed + count == len(sequence.tokens)
             if seq not in self._known:

@@ -14,9 +14,10 @@ from runner.models.layers.gated_delta_net import GatedDeltaNet
 from runner.models.layers.latent_attention import LatentAttention
 from runner.models.layers.mlp import MLPBlock
 from runner.models.layers.norm_weight import NormWeight
+from runner.models.layers.short_convolution import ShortConvolution
 from runner.models.layers.weight_shard import WeightShards, prefixed
 
-Mixer = Attention | LatentAttention | GatedDeltaNet  # what mixes the tokens of a layer
+Mixer = Attention | LatentAttention | GatedDeltaNet | ShortConvolution  # what mixes the tokens of a layer
 
 
 class RMSNorm:

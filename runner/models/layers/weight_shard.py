@@ -90,6 +90,9 @@ class WeightShard:
 
     def pieces_of(self, full: Any, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield rows of ``memory`` and what they hold of a full tensor; about ``most`` values of it at a time."""
+        if not self.memory.dim():
+            yield self.memory, full[()]
+            return
         num_rows = self.memory.shape[0]
         unit = 1 if self.order is None else len(self.order)
         height = max(1, most // max(1, prod(self.full_shape[1:])) // unit) * unit
