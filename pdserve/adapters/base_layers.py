@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from pdserve.kv.states import GatedDeltaSpec
 from pdserve.model.model_config import NATIVE, ModelConfig
 
 _SHARED_EXPERT = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM")  # architectures with a single shared expert
@@ -49,6 +50,8 @@ def adapters_problem(model: ModelConfig) -> str:
             f"{model.architecture} runs through transformers, whose layers take no adapters here; choose a model of a "
             "native family, or serve the merged weights"
         )
+    if model.state is not None and not isinstance(model.state, GatedDeltaSpec):
+        return f"{model.architecture} has short convolutions, whose layers take no adapters; serve the merged weights"
     return ""
 
 
@@ -119,7 +122,7 @@ def _latent_attention(model: ModelConfig) -> Iterator[tuple[str, BaseLayer]]:
 
 def _delta_net(model: ModelConfig) -> Iterator[tuple[str, BaseLayer]]:
     state = model.state
-    assert state is not None
+    assert isinstance(state, GatedDeltaSpec)
     size = model.hidden_size
     values = state.value_heads * state.value_dim
     if model.architecture in _MERGED_INPUTS:

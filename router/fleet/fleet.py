@@ -425,6 +425,11 @@ class _Members:
         self.limits = {task: _limits(task, nodes) for task, nodes in ready.items()}
         self.adapters = _named_adapters(descriptions)
 
+    def held_images(self) -> list[tuple[str, HeldImages]]:
+        """Return the images that nodes report, by node id."""
+        ids = ((node.description.node_id, node.held_images) for node in self.nodes.values() if node.description)
+        return [(node_id, held) for node_id, held in ids if held and node_id in self.image_inputs]
+
 
 def _named_adapters(nodes: Sequence[pb.NodeDescription]) -> dict[str, NamedAdapter]:
     """Return the adapters by name. Nodes that decode choose between digests of one name, the most frequent first."""
@@ -436,11 +441,6 @@ def _named_adapters(nodes: Sequence[pb.NodeDescription]) -> dict[str, NamedAdapt
                 counts[named] += 2 if node.role != "prefill" and node.state == "ready" else 1
     by_rarity = sorted(counts, key=lambda named: (counts[named], named.digest))
     return {named.name: named for named in by_rarity}
-
-    def held_images(self) -> list[tuple[str, HeldImages]]:
-        """Return the images that nodes report, by node id."""
-        ids = ((node.description.node_id, node.held_images) for node in self.nodes.values() if node.description)
-        return [(node_id, held) for node_id, held in ids if held and node_id in self.image_inputs]
 
 
 def _taking(length: int, views: Sequence[NodeView]) -> tuple[NodeView, ...]:
