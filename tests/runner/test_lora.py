@@ -28,12 +28,13 @@ BACKENDS = {"V1": ("torch", "cpu"), "V2": ("triton", DEVICE)}
 SCORED = SamplingParams(1, temperature=0.0, logprobs=3)
 LENGTHS = (5, 37, 1, 20)  # tokens of prompts: with each adapter, and the base
 SLOTS = (0, 1, 2, NO_ADAPTER_SLOT)
+TWO_KINDS: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "num_hidden_layers": 1}),
     "qwen3": ("qwen3", {"num_hidden_layers": 2}),
     "qwen3-moe": ("qwen3_moe", {"num_hidden_layers": 2}),
-    "qwen3.5": ("qwen3_5_text", {"linear_num_key_heads": 4}),
-    "qwen3-next": ("qwen3_next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "qwen3.5": ("qwen3_5_text", {"linear_num_key_heads": 4} | TWO_KINDS),
+    "qwen3-next": ("qwen3_next", {"linear_num_key_heads": 4, "linear_num_value_heads": 8} | TWO_KINDS),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 2}),
     "deepseek-v3": ("deepseek_v3", {"num_hidden_layers": 2}),
     "glm4-moe": ("glm4_moe", {"num_hidden_layers": 2}),

@@ -19,7 +19,7 @@ RANKS: dict[str, dict[str, Any]] = {
     "patterns": {
         "r": 4,
         "lora_alpha": 8,
-        "rank_pattern": {"q_proj": 12, "q_b_proj": 3, "o_proj": 2},
+        "rank_pattern": {"q_(b_)?proj": 12, "o_proj": 2},
         "alpha_pattern": {r"layers\.1\..*": 40},
     },
 }
