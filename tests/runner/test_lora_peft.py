@@ -49,7 +49,7 @@ def save_with_peft(base: Path, target: Path, seed: int, config: dict[str, Any]) 
         for name, weight in model.named_parameters():
             if "lora_" in name:
                 weight.normal_(0, 0.1)
-    model.save_pretrained(target)
+    model.save_pretrained(str(target))
     return model.merge_and_unload()
 
 
