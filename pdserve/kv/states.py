@@ -12,7 +12,7 @@ reads, or a prefix hit copies, a slot that no step writes to.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import msgspec
 
@@ -42,6 +42,8 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
     conv   [channels, conv_width - 1] of ``dtype``: the last inputs of the convolution, the oldest first
     """
 
+    kind: ClassVar[str] = "gated_delta"
+
     key_heads: int  # the model's; in a layout, the rank's
     value_heads: int
     key_dim: int  # elements of a head
@@ -69,7 +71,23 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
     @property
     def compat_fields(self) -> dict[str, str]:
         """Name and value of what must be equal on both sides of a handoff; heads are the model's."""
-        return {"state": "gated_delta"} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
+        return {"state": self.kind} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
+
+    @property
+    def divisible(self) -> tuple[str, int]:
+        """What tensor shards divide evenly, in words, and its number."""
+        return "key heads of recurrent layers", self.key_heads
+
+    @property
+    def out_inputs(self) -> int:
+        """Inputs of the output projection: the values of all heads."""
+        return self.value_heads * self.value_dim
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Count the weights of a layer's projections."""
+        gates = self.out_inputs
+        betas_and_decays = 2 * self.value_heads
+        return hidden_size * (self.channels + gates + betas_and_decays + self.out_inputs)
 
     def split(self, shards: int) -> Self:
         """Return the spec of one of ``shards`` tensor shards, which divide the key heads."""
@@ -77,12 +95,37 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
         return msgspec.structs.replace(self, key_heads=self.key_heads // shards, value_heads=self.value_heads // shards)
 
 
+class Mamba2Spec(GatedDeltaSpec, frozen=True, tag="mamba2"):
+    """State of one Mamba2 mixer (arXiv:2405.21060) with a short convolution before it, per sequence.
+
+    delta  [value_heads, value_dim, key_dim] float32: the state space
+    conv   [channels, conv_width - 1] of ``dtype``
+
+    Names are those of linear attention, which the paper shows it to be: C are queries, B keys, inputs x values. A group
+    that shares B and C is a key head, and ``key_dim`` is the size of the state of each value.
+    """
+
+    kind: ClassVar[str] = "mamba2"
+
+    @property
+    def divisible(self) -> tuple[str, int]:
+        return "groups of Mamba2 layers", self.key_heads
+
+    def num_weights(self, hidden_size: int) -> int:
+        gates = self.out_inputs
+        steps = self.value_heads
+        return hidden_size * (self.channels + gates + steps + self.out_inputs)
+
+
+StateSpec = GatedDeltaSpec | Mamba2Spec
+
+
 class StateLayout(msgspec.Struct, frozen=True):
     """Geometry of one rank's states."""
 
     num_slots: int
     num_layers: int  # recurrent layers of the rank
-    spec: GatedDeltaSpec
+    spec: StateSpec
 
     @property
     def slot_bytes(self) -> int:

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.images import ImageInput, Images, ImageSpan
 from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
-from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
+from pdserve.kv.states import GatedDeltaSpec, Mamba2Spec, RankStates, StateLayout, StateShare, StateSpec
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, PromptLogprobs, RankKV, TokenLogprobs
 from pdserve.request_cost import LinearCost, StepCosts
@@ -120,6 +120,7 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
         group_head_dims=[heads.head_dim for heads in groups.heads],
         **fields,
         **asdict(layout.spec),
+        is_mamba2=isinstance(layout.spec, Mamba2Spec),
     )
 
 
@@ -206,7 +207,8 @@ def _states_to_pb(states: RankStates) -> pb.RankStates:
 def _states_from_pb(message: pb.RankKV) -> RankStates:
     """Raises ConfigError for a share that is no part of the model."""
     states = message.states
-    spec = GatedDeltaSpec(**{name: getattr(states, name) for name in GatedDeltaSpec.__struct_fields__})
+    kind: type[StateSpec] = Mamba2Spec if states.is_mamba2 else GatedDeltaSpec
+    spec = kind(**{name: getattr(states, name) for name in kind.__struct_fields__})
     return RankStates(
         KVRegion(states.address, states.num_bytes, message.device, message.device_id),
         StateLayout(states.num_slots, states.num_layers, spec),

@@ -44,7 +44,7 @@ def _fits(model: ModelConfig, layer: int, part: str, form: LayerForm) -> bool:
     if part == "o_proj":
         widths = [model.value_size]
     elif part == "out_proj" and model.state is not None:
-        widths = [model.state.value_heads * model.state.value_dim]
+        widths = [model.state.out_inputs]
     elif part == "q_b_proj" and model.latent is not None:
         widths = [model.latent.q_lora_rank or model.hidden_size]
     elif part == "down_proj":

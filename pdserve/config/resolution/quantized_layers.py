@@ -318,7 +318,7 @@ def _sliced_inputs(model: ModelConfig, parallel: ParallelConfig, layer: int, par
     if part == "o_proj":
         return model.value_size
     if part == "out_proj" and model.state is not None:
-        return model.state.value_heads * model.state.value_dim
+        return model.state.out_inputs
     if part == EXPERTS and moe is not None and parallel.ep == 1:
         return moe.intermediate_size
     if part != "down_proj":
