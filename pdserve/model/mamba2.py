@@ -77,14 +77,14 @@ class Mamba2Config(msgspec.Struct, frozen=True, kw_only=True):
     norm: str = "behind gate"  # RMS norm of each group's outputs: "behind gate", "before gate", or "none"
     blocks: str = ""  # kinds of layers that have one part only; empty: each layer mixes tokens, then has an MLP
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a mixer or an MLP adds to the residual
+    residual_scale: float = 1.0  # factor of what a mixer or an MLP adds to the residual
     logit_scale: float = 1.0
     attention_in_scale: float = 1.0
     attention_out_scale: float = 1.0
-    input_scales: tuple[float, ...] = ()  # of what in_proj returns: gates, x, B, C, time steps; empty: 1
-    out_scale: float = 1.0  # of what out_proj returns
-    gate_scale: float = 1.0  # of an MLP's gates
-    down_scale: float = 1.0  # of an MLP's outputs
+    input_scales: tuple[float, ...] = ()  # factors of what in_proj returns: gates, x, B, C, time steps; empty: 1
+    out_scale: float = 1.0  # factor of what out_proj returns
+    gate_scale: float = 1.0  # factor of the gates of an MLP
+    down_scale: float = 1.0  # factor of the output of an MLP
 
 
 # ---------------------------------------------------------------- Granite 4
@@ -127,7 +127,8 @@ def granite(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHead
             conv_bias=fields.flag("mamba_conv_bias"),
             in_bias=fields.flag("mamba_proj_bias"),
             out_bias=fields.flag("mamba_proj_bias"),
-            **_step_limits(fields),
+            least_step=_step_limits(fields)[0],
+            most_step=_step_limits(fields)[1],
             embedding_scale=_number(fields, "embedding_multiplier"),
             residual_scale=_number(fields, "residual_multiplier"),
             logit_scale=1 / _number(fields, "logits_scaling", least=1e-6),
@@ -252,7 +253,8 @@ def falcon(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHeads
             conv_bias=fields.flag("mamba_conv_bias"),
             in_bias=in_bias,
             out_bias=fields.flag("projectors_bias"),
-            **_step_limits(fields),
+            least_step=_step_limits(fields)[0],
+            most_step=_step_limits(fields)[1],
             norm=norms[fields.flag("mamba_norm_before_gate")] if fields.flag("mamba_rms_norm") else "none",
             embedding_scale=_number(fields, "embedding_multiplier"),
             logit_scale=_number(fields, "lm_head_multiplier"),
@@ -310,8 +312,8 @@ def _check_attends(fields: ConfigFields, kinds: str) -> None:
         raise fields.error(f"has no layer that attends; a model without a KV cache is not supported. {REMEDY}")
 
 
-def _step_limits(fields: ConfigFields) -> dict[str, float | None]:
-    """Read ``time_step_limit``; transformers 5 writes infinity as an object."""
+def _step_limits(fields: ConfigFields) -> tuple[float, float | None]:
+    """Read ``time_step_limit``, whose second number None is infinite; transformers 5 writes infinity as an object."""
     limits = fields.get("time_step_limit", [0.0, None])
     if not isinstance(limits, list) or len(limits) != 2:
         raise fields.error(f"has time_step_limit = {shown(limits)}; it must be a list of two numbers. {REMEDY}")
@@ -320,7 +322,7 @@ def _step_limits(fields: ConfigFields) -> dict[str, float | None]:
         fields.check_number("time_step_limit", limit, 0.0, float("inf"))
     if least > most or least == float("inf"):
         raise fields.error(f"has time_step_limit = {shown(limits)}; the first must not exceed the second. {REMEDY}")
-    return {"least_step": float(least), "most_step": None if most == float("inf") else float(most)}
+    return float(least), None if most == float("inf") else float(most)
 
 
 def _number(fields: ConfigFields, name: str, least: float = _SCALES[0]) -> float:

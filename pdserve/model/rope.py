@@ -11,7 +11,7 @@ from pdserve.model.config_fields import LARGEST, REMEDY, ConfigFields
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding: ``rope_type`` is default, linear, dynamic, yarn, llama3 or none; ``params`` holds its numbers."""
+    """Rotary embedding: ``rope_type`` is default, linear, dynamic, yarn, llama3 or none; ``params``: its numbers."""
 
     theta: float
     rope_type: str = "default"

@@ -120,7 +120,6 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
         group_head_dims=[heads.head_dim for heads in groups.heads],
         **fields,
         **asdict(layout.spec),
-        is_mamba2=isinstance(layout.spec, Mamba2Spec),
     )
 
 
@@ -201,6 +200,7 @@ def _states_to_pb(states: RankStates) -> pb.RankStates:
         num_slots=layout.num_slots,
         **asdict(states.share),
         **asdict(layout.spec),
+        is_mamba2=isinstance(layout.spec, Mamba2Spec),
     )
 
 

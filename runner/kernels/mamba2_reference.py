@@ -5,8 +5,7 @@ For each head, a state S [value_dim, key_dim] and a token with query C, key B, v
     S ← exp(-exp(A) Δ) S + Δ x Bᵀ        output = S C + D x
 
 That is the gated delta rule without its correction, so the names of inputs are the same: β is the time step.
-``state_space_chunks`` computes many tokens at once. With γ the product of decays up to a token, and D_ij = γ_i / γ_j for
-j ≤ i:
+``state_space_chunks`` computes many tokens at once. γ is the product of decays up to a token, D_ij = γ_i / γ_j, j ≤ i:
 
     output = γ C Sᵀ + lower part of (C Bᵀ ∘ D) (Δ x) + D x        S ← γ_last S + (Δ x)ᵀ (γ_last / γ B)
 """

@@ -14,6 +14,7 @@ from checkpoints import (
     CONFIG_CLASSES,
     FAMILIES,
     LATENT,
+    MAMBA2,
     RECURRENT,
     make_checkpoint,
     node_config,
@@ -345,6 +346,11 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
             marks=pytest.mark.slow,
         ),
         pytest.param("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow),
+        pytest.param(
+            "granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow
+        ),
+        pytest.param("nemotron_h", {"hybrid_override_pattern": "MEM*-"}, marks=pytest.mark.slow),
+        pytest.param("falcon_h1", {}, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", {"q_lora_rank": None}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}, marks=pytest.mark.slow),
     ],
@@ -453,7 +459,18 @@ def published_heads(family: str) -> dict[str, Any]:
         fields["rotary_dim"] = 64
     if family in RECURRENT:
         fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    if family in MAMBA2:
+        fields |= published_mamba2(family)
     return fields
+
+
+def published_mamba2(family: str) -> dict[str, Any]:
+    """Return heads of 64 values and 128 values of state."""
+    if family == "nemotron_h":
+        return {"mamba_head_dim": 64, "ssm_state_size": 128}
+    if family == "granitemoehybrid":
+        return {"head_dim": None, "num_attention_heads": 4, "mamba_n_heads": 16, "mamba_d_state": 128}
+    return {"head_dim": None, "mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_state": 128}
 
 
 def every_expert(family: str) -> dict[str, Any]:

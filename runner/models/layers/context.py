@@ -24,7 +24,6 @@ from runner.models.quantization import (
 )
 from runner.placement import TensorPlacement
 
-
 SQUARED_RELU = GatedActivation(lambda ups: F.relu(ups).square_(), is_silu=False, has_gates=False)
 
 

@@ -47,11 +47,12 @@ class Mamba2Mixer:
         self._values = values
         self._out = RowParallelLinear(context, "out_proj", values, config.hidden_size, mamba2.out_bias)
         self._out_scale = mamba2.out_scale * mamba2.residual_scale
-        place = {"device": context.placement.device, "dtype": context.placement.dtype}
-        self._norm = None if mamba2.norm == "none" else torch.empty(values.size, **place)
-        conv = torch.empty(spec.conv_width, spec.channels, **place)
+        device = context.placement.device
+        dtype = context.placement.dtype
+        conv = torch.empty(spec.conv_width, spec.channels, device=device, dtype=dtype)
+        self._norm = None if mamba2.norm == "none" else conv.new_empty(values.size)
         self._conv = conv.new_empty(spec.channels, 1, spec.conv_width)  # as checkpoints have it
-        heads = torch.empty(3, spec.value_heads, device=place["device"], dtype=torch.float32)
+        heads = torch.empty(3, spec.value_heads, device=device, dtype=torch.float32)
         self._weights = Mamba2Weights(
             conv=conv,
             conv_bias=heads.new_empty(spec.channels) if mamba2.conv_bias else None,
@@ -61,7 +62,7 @@ class Mamba2Mixer:
             least_step=mamba2.least_step,
             most_step=math.inf if mamba2.most_step is None else mamba2.most_step,
         )
-        self._input_scales = _input_scales(mamba2, spec, **place)
+        self._input_scales = _input_scales(mamba2, spec, device, dtype)
 
     def __call__(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> Tensor:
         """Return the output before ``project``, [tokens, value_heads * value_dim]; update the states."""
