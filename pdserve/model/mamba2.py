@@ -117,7 +117,7 @@ def granite(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHead
         rope = read_rope(fields, fields.integer("max_position_embeddings"), usual.head_dim, partial_rotary=False)
     else:
         _unused(fields, "rope_parameters", "rope_scaling", "rope_theta")
-    _unused(fields, "mamba_chunk_size")
+    _unused(fields, "mamba_chunk_size", "num_experts_per_tok")
     return {
         "rope": rope,
         "attention": (AttentionSpec(scale=scale),) * attending,

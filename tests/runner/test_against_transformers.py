@@ -469,8 +469,8 @@ def published_mamba2(family: str) -> dict[str, Any]:
     if family == "nemotron_h":
         return {"mamba_head_dim": 64, "ssm_state_size": 128}
     if family == "granitemoehybrid":
-        return {"head_dim": None, "num_attention_heads": 4, "mamba_n_heads": 16, "mamba_d_state": 128}
-    return {"head_dim": None, "mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_state": 128}
+        return {"num_attention_heads": 4, "mamba_n_heads": 16, "mamba_d_state": 128}
+    return {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_state": 128}
 
 
 def every_expert(family: str) -> dict[str, Any]:

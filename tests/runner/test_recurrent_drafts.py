@@ -26,10 +26,18 @@ Request = tuple[list[int], SamplingParams]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    layers = ["linear_attention", "full_attention"]
-    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_5_text", num_hidden_layers=2, layer_types=layers)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "nemotron_h": {"hybrid_override_pattern": "M*ME"},
+    "falcon_h1": {},
+}
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in [*FAMILIES][1:])]
+)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param, **FAMILIES[request.param])
 
 
 @pytest.fixture(autouse=True)
