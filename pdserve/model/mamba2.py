@@ -63,6 +63,7 @@ _NEMOTRON_UNUSED = (
     "time_step_max",
     "use_mamba_kernels",
 )
+_ROPE = ("partial_rotary_factor", "rope_parameters", "rope_scaling", "rope_theta")
 _SCALES = (-1e6, 1e6)
 
 
@@ -116,7 +117,7 @@ def granite(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHead
     if fields.get("position_embedding_type") == "rope":
         rope = read_rope(fields, fields.integer("max_position_embeddings"), usual.head_dim, partial_rotary=False)
     else:
-        _unused(fields, "rope_parameters", "rope_scaling", "rope_theta")
+        _unused(fields, *_ROPE)
     _unused(fields, "mamba_chunk_size", "num_experts_per_tok")
     return {
         "rope": rope,
@@ -194,7 +195,7 @@ def nemotron(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHea
         )
     if fields.flag("mlp_bias") and EXPERTS in kinds:
         raise fields.error(f"has mlp_bias = true beside experts; supported is false. {REMEDY}")
-    _unused(fields, *_NEMOTRON_UNUSED)
+    _unused(fields, *_NEMOTRON_UNUSED, *_ROPE)
     bias = fields.flag("use_bias")
     others = tuple(layer for layer, kind in enumerate(kinds) if kind != EXPERTS)
     return {
@@ -242,7 +243,7 @@ def falcon(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHeads
         raise fields.error(
             f"has mamba_proj_bias = true beside ssm_in_multiplier {inputs}; supported is 1, or no bias. {REMEDY}"
         )
-    norms = {False: "behind gate", True: "before gate"}
+    norm = "before gate" if fields.flag("mamba_norm_before_gate") else "behind gate"
     gates, down = _numbers(fields, "mlp_multipliers", 2)
     _unused(fields, "mamba_chunk_size", "num_logits_to_keep", "layer_types", "layers_block_type")
     return {
@@ -255,7 +256,7 @@ def falcon(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHeads
             out_bias=fields.flag("projectors_bias"),
             least_step=_step_limits(fields)[0],
             most_step=_step_limits(fields)[1],
-            norm=norms[fields.flag("mamba_norm_before_gate")] if fields.flag("mamba_rms_norm") else "none",
+            norm=norm if fields.flag("mamba_rms_norm") else "none",
             embedding_scale=_number(fields, "embedding_multiplier"),
             logit_scale=_number(fields, "lm_head_multiplier"),
             attention_in_scale=_number(fields, "attention_in_multiplier"),
