@@ -111,6 +111,8 @@ def granite(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHead
     recurrent = granite_layers(fields, num_layers)
     attending = num_layers - sum(recurrent)
     scale = _number(fields, "attention_multiplier", least=1e-6)
+    if fields.values.get("attention_multiplier", scale) is None:  # a null is the library's usual scale
+        scale = usual.head_dim**-0.5
     shared = fields.integer("shared_intermediate_size")
     has_experts = fields.integer("num_local_experts", least=0) > 0
     rope = NO_ROPE

@@ -22,6 +22,14 @@ MODELS = {
     "qwen3-next": Model("qwen3_next", {}),
     "qwen3.5": Model("qwen3_5_text", {}),
     "qwen3.5-moe": Model("qwen3_5_moe_text", {}),
+    "granite-4": Model("granitemoehybrid", {}),
+    "nemotron-h": Model("nemotron_h", {}),
+    "falcon-h1": Model("falcon_h1", {}),
+}
+#: Fields with which each of two stages has layers of both kinds, where ``MIXED`` does not.
+STAGES: dict[str, dict[str, Any]] = {
+    "nemotron-h": {"hybrid_override_pattern": "MEM*-*ME"},
+    "falcon-h1": {"num_hidden_layers": 3},
 }
 FEW_SLOTS = ("--state-slots", "6")
 
@@ -93,11 +101,16 @@ def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
         pytest.param("qwen3.5", "1", "pp2", marks=pytest.mark.slow),
         pytest.param("qwen3.5-moe", "pp2", "pp2", marks=pytest.mark.slow),
         pytest.param("qwen3-next", "tp2", "tp2", marks=pytest.mark.slow),
+        pytest.param("granite-4", "pp2", "1", marks=pytest.mark.slow),
+        pytest.param("nemotron-h", "tp2", "tp2", marks=pytest.mark.slow),
+        pytest.param("nemotron-h", "pp2", "1", marks=pytest.mark.slow),
+        pytest.param("falcon-h1", "1", "pp2", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: str, tmp_path: Path) -> None:
     """Each stage has layers of both kinds."""
-    with Served(MODELS[name]._replace(fields=MIXED), tmp_path / "m", [prefill], [decode]) as served:
+    model = MODELS[name]._replace(fields=STAGES.get(name, MIXED))
+    with Served(model, tmp_path / "m", [prefill], [decode]) as served:
         check_model(served)
 
 
