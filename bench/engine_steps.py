@@ -46,7 +46,8 @@ from pdserve.config.node_options import add_node_flags, node_options_from
 from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.ipc.messages import EventBatch, Mode, RankPlacement, Refused, Submit, Totals
-from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
+from pdserve.records import FinishReason
 from pdserve.request_cost import HANDOFF_SECONDS
 from pdserve.sampling_params import SamplingParams
 

@@ -38,8 +38,9 @@ from pdserve.config.resolve import resolve
 from pdserve.errors import PdserveError
 from pdserve.images import ImageInput, ImageMode, ImageSpan, image_digest
 from pdserve.ipc.messages import DropPixels, Mode, PutPixels, RankPlacement, Refused, Submit
+from pdserve.logprobs import TokenLogprobs
 from pdserve.model.image_processor import smart_size
-from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.records import FinishReason
 from pdserve.sampling_params import SamplingParams
 from runner.loading.tower_weights import build_tower, fill_tower
 from runner.models.vision.towers import AnyVisionTower

@@ -32,8 +32,9 @@ from pdserve.ipc.messages import (
     Scored,
     Submit,
 )
+from pdserve.logprobs import TokenLogprobs
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import TOKEN_BYTES, FinishReason, Sample, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, FinishReason, Sample
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import logprobs_to_pb, prompt_logprobs_to_pb, sampling_to_pb
 from pdserve.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ A sequence has parts. Each part is written by its own methods and by one module;
 |----------------|-----------------------------------------|--------------------------------------------|
 | (itself)       | tokens, and how many of them have KV    | methods that the scheduler calls           |
 | ``table``      | blocks with its KV                      | kv_cache/kv_cache_manager.py               |
-| ``state``      | slots with its recurrent state          | kv_cache/state_slots.py                    |
+| ``state``      | slots with its recurrent state          | recurrent/state_slots.py                   |
 | ``split``      | a load beside steps that compute a part | scheduler/loads.py                         |
 | ``drafts``     | guesses of its next tokens              | engine/speculation/, an extra              |
 | ``constraint`` | grammar and token rules                 | grammars/constraints.py                    |

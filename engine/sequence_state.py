@@ -1,6 +1,6 @@
 """The recurrent state of a sequence: its slots, and where snapshots of it are taken.
 
-``engine/kv_cache/state_slots.py`` explains both.
+``engine/recurrent/state_slots.py`` explains both.
 """
 
 from __future__ import annotations

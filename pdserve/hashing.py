@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Collection, Iterator
 from hashlib import blake2b
 
+from pdserve.adapters.adapter import NO_ADAPTER
 from pdserve.images import Images, block_extra
 from pdserve.records import TOKEN_BYTES
 
@@ -18,12 +19,16 @@ SHORT_HASH_BYTES = 8  # leading bytes of a hash that nodes send to routers
 _HASH_BYTES = 16
 
 
-def root_hash(salt: str) -> bytes:
+def root_hash(salt: str, adapter: str = NO_ADAPTER) -> bytes:
     """Return the root of a request's chain: all that its KV depends on beside its tokens.
 
-    Requests share prefixes only under the same root. An adapter per request (LoRA) would be part of it.
+    Requests share prefixes only under the same root. ``adapter`` is the digest of the request's adapter: its content,
+    not its name.
     """
-    return blake2b(salt.encode(), digest_size=_HASH_BYTES, person=b"pdserve").digest()
+    if adapter == NO_ADAPTER:
+        return blake2b(salt.encode(), digest_size=_HASH_BYTES, person=b"pdserve").digest()
+    content = bytes.fromhex(adapter) + salt.encode()
+    return blake2b(content, digest_size=_HASH_BYTES, person=b"pdserve-adapter").digest()
 
 
 def hash_block_tokens(parent: bytes, token_ids: bytes | array[int], extra: bytes = b"") -> bytes:

@@ -1,12 +1,53 @@
-"""The range of log-probabilities that another process sends."""
+"""Log-probabilities of tokens, and the range of those that another process sends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
+
+import msgspec
 
 #: Rounding takes a probability above 1, and its logarithm above 0. NaN is not below it.
 MOST_LOGPROB = 1.0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probabilities of the model's raw distribution at one output position."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of some prompt tokens, each given the tokens before it. The first token has none.
+
+    ``table`` has 2 + 2 × ``num_top`` words of 32 bits per token, little-endian: the token's log-probability (float),
+    its rank (1 is the best), the ids of the best tokens, and their log-probabilities (float).
+    """
+
+    first: int  # index in the prompt
+    num_top: int
+    table: bytes
+
+    @property
+    def end(self) -> int:
+        """Index after the last token of the table."""
+        return self.first + len(self.table) // self.row_bytes(self.num_top)
+
+    def parts(self, num_bytes: int) -> Iterator[PromptLogprobs]:
+        """Yield the rows in order, in tables of at most ``num_bytes``."""
+        row = self.row_bytes(self.num_top)
+        step = num_bytes // row * row
+        for start in range(0, len(self.table), step):
+            yield PromptLogprobs(self.first + start // row, self.num_top, self.table[start : start + step])
+
+    @staticmethod
+    def row_bytes(num_top: int) -> int:
+        return 4 * (2 + 2 * num_top)
+
+
+# ---------------------------------------------------------------- scheduler → connector
 
 
 class Logprobs(Protocol):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
 
+from pdserve.adapters.adapter import NO_ADAPTER_SLOT, AdapterSlot
 from pdserve.images import EncodedImage, Images
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv.layout import KVLayout, KVRegion, KVShare
 from pdserve.kv.states import NO_SLOT, RankStates, StateSnapshot
 from pdserve.kv.transports import Connected
+from pdserve.logprobs import PromptLogprobs, TokenLogprobs
 from pdserve.sampling_params import SamplingParams
 
 TOKEN_BYTES = 4  # token ids in bulk are one buffer of little-endian uint32
@@ -26,50 +28,11 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural log-probabilities of the model's raw distribution at one output position."""
-
-    logprob: float
-    top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
-
-
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """A token that P has sampled for one choice."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-
-
-class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of some prompt tokens, each given the tokens before it. The first token has none.
-
-    ``table`` has 2 + 2 × ``num_top`` words of 32 bits per token, little-endian: the token's log-probability (float),
-    its rank (1 is the best), the ids of the best tokens, and their log-probabilities (float).
-    """
-
-    first: int  # index in the prompt
-    num_top: int
-    table: bytes
-
-    @property
-    def end(self) -> int:
-        """Index after the last token of the table."""
-        return self.first + len(self.table) // self.row_bytes(self.num_top)
-
-    def parts(self, num_bytes: int) -> Iterator[PromptLogprobs]:
-        """Yield the rows in order, in tables of at most ``num_bytes``."""
-        row = self.row_bytes(self.num_top)
-        step = num_bytes // row * row
-        for start in range(0, len(self.table), step):
-            yield PromptLogprobs(self.first + start // row, self.num_top, self.table[start : start + step])
-
-    @staticmethod
-    def row_bytes(num_top: int) -> int:
-        return 4 * (2 + 2 * num_top)
-
-
-# ---------------------------------------------------------------- scheduler → connector
 
 
 class RankKV(msgspec.Struct, frozen=True):
@@ -161,6 +124,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     state_from: int = NO_SLOT  # slot with the state after ``num_computed`` tokens; NO_SLOT: ``num_computed`` is 0
     images: Images = ()  # all of the prompt
     copies: tuple[tuple[int, int], ...] = ()  # (from, to) blocks, copied before its first step
+    adapter_slot: int = NO_ADAPTER_SLOT  # slot of its adapter; NO_ADAPTER_SLOT: the base model
 
     @property
     def num_tokens(self) -> int:
@@ -249,6 +213,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     state_copies: tuple[tuple[int, int], ...] = ()  # (from, to) slots of recurrent state, copied behind this step
     dropped_images: tuple[bytes, ...] = ()  # digests of embeddings that no step needs any more; before ``images``
     images: tuple[EncodedImage, ...] = ()  # encoded before the forward pass; pieces may come without ``scheduled``
+    adapters: tuple[AdapterSlot, ...] = ()  # copied to their slots before the forward pass; no sequence uses these
 
     @property
     def has_orders(self) -> bool:

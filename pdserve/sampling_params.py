@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdserve.adapters.adapter import NO_ADAPTER
 from pdserve.ranges import Range
 
 MAX_CHOICES = 128  # per prompt
@@ -67,14 +68,15 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
     thinking_start_ids: TokenIds = ()
     thinking_end_ids: TokenIds = ()
     thinking_call_ids: tuple[TokenIds, ...] = ()  # each ends the reasoning, too: it begins a call
+    adapter: str = NO_ADAPTER  # digest of the adapter that the request's model names
 
     def for_kv(self, num_choices: int) -> SamplingParams:
         """Return the parameters of a prompt with the same KV, for a node that only computes this KV.
 
-        It samples one token for each choice that continues; these tokens mean nothing. The KV depends on no parameter;
-        an adapter per request (LoRA) would stay.
+        It samples one token for each choice that continues; these tokens mean nothing. The KV depends on no parameter
+        but the adapter.
         """
-        return SamplingParams(n=num_choices, max_tokens=1, temperature=0.0)
+        return SamplingParams(n=num_choices, max_tokens=1, temperature=0.0, adapter=self.adapter)
 
     @property
     def has_token_rules(self) -> bool:

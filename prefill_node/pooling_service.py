@@ -14,10 +14,11 @@ from node.request_checks import check_request
 from node.streams.stream_writer import Context
 from pdserve.errors import Draining, NodeError, PdserveError, RequestError
 from pdserve.ipc.messages import Cancel, Mode, Pooled, Prefilled, Refused, Submit
+from pdserve.logprobs import TokenLogprobs
 from pdserve.model.pooling import EMBED, MEAN, PoolingConfig
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
-from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.records import FinishReason
 from pdserve.rpc.errors import abort
 from pdserve.rpc.field_ranges import check_message
 from pdserve.rpc.message_limits import ANSWER_LIMIT

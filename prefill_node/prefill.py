@@ -31,8 +31,9 @@ from pdserve.ipc.messages import (
     Reserved,
     Submit,
 )
+from pdserve.logprobs import TokenLogprobs
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.records import FinishReason
 from pdserve.rpc.protobuf import images_from_pb, logprobs_to_pb
 from pdserve.sampling_params import SamplingParams
 

@@ -27,17 +27,10 @@ from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_same_model
 from pdserve.config.simulated_costs import SimulatedSteps
 from pdserve.kv.layout import KVRegion
+from pdserve.logprobs import PromptLogprobs, TokenLogprobs
 from pdserve.pausing import Pausing, completed
 from pdserve.protocols import PendingDigests
-from pdserve.records import (
-    DigestOrder,
-    NewSequence,
-    PromptLogprobs,
-    ScheduledSequence,
-    StepOutput,
-    StepPlan,
-    TokenLogprobs,
-)
+from pdserve.records import DigestOrder, NewSequence, ScheduledSequence, StepOutput, StepPlan
 from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory

@@ -21,7 +21,8 @@ from engine.sequence import Sequence
 from pdserve.hashing import BlockHashes, root_hash
 from pdserve.ipc.finish_reason import finish_reason
 from pdserve.ipc.messages import EventBatch, Outputs, Prefilled
-from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
+from pdserve.records import FinishReason
 
 
 class ChoiceManager:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from engine.sequence import Sequence
-from pdserve.records import StepOutput, StepPlan, TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
+from pdserve.records import StepOutput, StepPlan
 
 #: The first tokens of all choices, or the next one of a choice.
 SampledTokens = list[tuple[int, TokenLogprobs | None]]

@@ -34,8 +34,8 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import ConnectorFactory, KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
-from engine.kv_cache.state_slots import StateSlots
 from engine.kv_cache.states import States
+from engine.recurrent.state_slots import StateSlots
 from engine.request import Request
 from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import DraftingFactory, no_drafting

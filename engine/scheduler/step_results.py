@@ -14,7 +14,8 @@ from engine.scheduler.microbatch import StepsInFlight
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepCostMeter, StepWork
 from pdserve.ipc.messages import EventBatch, Pooled, Scored, Totals
-from pdserve.records import ModelRunnerOutput, PromptLogprobs, StepOutput, StepPlan
+from pdserve.logprobs import PromptLogprobs
+from pdserve.records import ModelRunnerOutput, StepOutput, StepPlan
 
 Emit = Callable[[], None]
 

@@ -23,7 +23,8 @@ from pdserve.ipc.messages import (
     Reserved,
     Scored,
 )
-from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
+from pdserve.records import FinishReason
 
 Event = (
     Fetched

@@ -19,8 +19,9 @@ from node.leasing.prompt_trace import PromptTrace
 from pdserve.errors import DeadlineExceeded, PdserveError, PeerError
 from pdserve.ipc.messages import Cancel, Fetched, FreeLease, LeaseCached, Leased, Refused
 from pdserve.kv.states import NO_SLOT
+from pdserve.logprobs import TokenLogprobs
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import FinishReason, TokenLogprobs
+from pdserve.records import FinishReason
 from pdserve.rpc.errors import failure_to_pb
 from pdserve.rpc.protobuf import images_from_pb
 from pdserve.sampling_params import SamplingParams

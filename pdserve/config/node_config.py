@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdserve.adapters.adapter import AdapterLimits
 from pdserve.config.attention_backends import FlashInferKernel
 from pdserve.config.compatibility import compat_hash
 from pdserve.config.node_options import NodeOptions
@@ -73,6 +74,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
     image_cache: int = 0  # bytes of embeddings on each device of the first stage; at least those of the largest image
     image_token_bytes: int = 0  # embeddings of a token of an image, with what joins later layers
     image_token_cost: EncodingCost = EncodingCost()
+    adapters: AdapterLimits | None = None  # None: the node takes no adapters
     compat_fields: dict[str, str]  # values that must be equal on two nodes that exchange KV
     weight_files: FileStates = {}  # this host's files whose digests compat_fields has; empty until known
     choices: tuple[str, ...] = ()  # the value of each "auto" and its reason

@@ -54,7 +54,8 @@ from pdserve.ipc.cache_changes import CacheChanges, Medium
 from pdserve.kv.layout import KVLayout
 from pdserve.kv.states import NO_SLOT
 from pdserve.kv.transports import Connected
-from pdserve.records import FinishReason, Peer, PromptLogprobs, RankKV, ReadResult, TokenLogprobs
+from pdserve.logprobs import PromptLogprobs, TokenLogprobs
+from pdserve.records import FinishReason, Peer, RankKV, ReadResult
 from pdserve.request_cost import StepCosts
 from pdserve.sampling_params import SamplingParams
 from pdserve.weights.change import FileStates, HostDigests, WeightChange

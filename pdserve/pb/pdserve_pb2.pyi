@@ -652,6 +652,7 @@ class SamplingParams(_message.Message):
     THINKING_END_IDS_FIELD_NUMBER: _builtins.int
     DISABLE_SPEC_DECODE_FIELD_NUMBER: _builtins.int
     THINKING_CALL_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     n: _builtins.int
     min_tokens: _builtins.int
@@ -675,6 +676,8 @@ class SamplingParams(_message.Message):
     """only with thinking_end_ids"""
     disable_spec_decode: _builtins.bool
     """no drafts; the tokens are the same"""
+    adapter: _builtins.str
+    """digest of the request's LoRA adapter, 64 hexadecimal digits; empty: the base model"""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
@@ -731,10 +734,11 @@ class SamplingParams(_message.Message):
         thinking_end_ids: _abc.Iterable[_builtins.int] | None = ...,
         disable_spec_decode: _builtins.bool = ...,
         thinking_call_ids: _abc.Iterable[Global___TokenSequence] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "disable_spec_decode", b"disable_spec_decode", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking_call_ids", b"thinking_call_ids", "thinking_end_ids", b"thinking_end_ids", "thinking_start_ids", b"thinking_start_ids", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "disable_spec_decode", b"disable_spec_decode", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking_call_ids", b"thinking_call_ids", "thinking_end_ids", b"thinking_end_ids", "thinking_start_ids", b"thinking_start_ids", "thinking_token_budget", b"thinking_token_budget", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1172,7 +1176,7 @@ class PromptLogprobs(_message.Message):
     """index in the prompt"""
     num_top: _builtins.int
     table: _builtins.bytes
-    """a row per token: PromptLogprobs in pdserve/records.py"""
+    """a row per token: PromptLogprobs in pdserve/logprobs.py"""
     def __init__(
         self,
         *,

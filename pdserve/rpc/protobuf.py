@@ -13,8 +13,9 @@ from pdserve.images import ImageInput, Images, ImageSpan
 from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
 from pdserve.kv.states import GatedDeltaSpec, Mamba2Spec, RankStates, StateLayout, StateShare, StateSpec
+from pdserve.logprobs import PromptLogprobs, TokenLogprobs
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import TOKEN_BYTES, PromptLogprobs, RankKV, TokenLogprobs
+from pdserve.records import TOKEN_BYTES, RankKV
 from pdserve.request_cost import LinearCost, StepCosts
 from pdserve.sampling_params import TOKEN_ID_LISTS, SamplingParams
 

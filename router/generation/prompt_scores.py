@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pdserve.logprobs import MOST_LOGPROB
-from pdserve.records import PromptLogprobs
+from pdserve.logprobs import MOST_LOGPROB, PromptLogprobs
 from router.errors import MalformedOutput
 from router.generation.job import Job
 from router.generation.logprob_table import LogprobTable

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import PromptLogprobs, StepOutput, StepPlan
+from pdserve.logprobs import PromptLogprobs
+from pdserve.records import StepOutput, StepPlan
 from runner.loading.model_loader import LoadedModel
 from runner.pending_step import HostCopy
 from runner.sampling.prompt_targets import PromptTargets, Targets

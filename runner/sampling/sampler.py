@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.records import TokenLogprobs, TokenMask
+from pdserve.logprobs import TokenLogprobs
+from pdserve.records import TokenMask
 from pdserve.sampling_params import SamplingParams
 from runner.sampling.noise import gumbel_noise, row_keys
 

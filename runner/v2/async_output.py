@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.records import StepOutput, StepPlan, TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
+from pdserve.records import StepOutput, StepPlan
 from runner.sampling.sampler import token_logprobs
 from runner.sampling.verification import without_rejected
 from runner.v2.device_sampler import SamplerOutput

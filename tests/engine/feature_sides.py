@@ -15,7 +15,7 @@ from slow_host_memory import SlowHostMemory
 from toy import ToyRunner
 from toy_node import BLOCK, Node
 
-from engine.kv_cache.state_slots import StateSlots
+from engine.recurrent.state_slots import StateSlots
 from engine.sequence import Sequence
 from node.leasing.leases import Lease, LeaseId
 from pdserve.ipc.cache_changes import Medium

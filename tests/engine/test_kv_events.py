@@ -14,13 +14,13 @@ import pytest
 from kv_event_reader import CacheCopy, EventReader, begin_frame, raw_connection
 from toy_node import Node
 
-from engine.kv_cache import state_slots
 from engine.kv_cache.block_pool import BlockPool, Use
 from engine.kv_cache.cache_parts import CacheParts
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.states import States
 from engine.kv_events.recorder import NetChanges
+from engine.recurrent import state_slots
 from engine.request import Request
 from engine.sequence import Sequence
 from node.frontend_flags import FrontendOptions

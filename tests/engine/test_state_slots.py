@@ -13,8 +13,8 @@ from scripted_world import STAGES, ScriptedJob, ScriptedWorld
 from toy import reference
 from toy_node import BLOCK, DEPTHS, Make, Node
 
-from engine.kv_cache import state_slots
 from engine.kv_cache.block_pool import Use
+from engine.recurrent import state_slots
 from pdserve.ipc.messages import Cancel, Mode, Pause, Resume
 from pdserve.sampling_params import SamplingParams
 

@@ -32,8 +32,9 @@ import numpy as np
 from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups, KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, LatentSpec
 from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare, StateSnapshot
+from pdserve.logprobs import PromptLogprobs
 from pdserve.pausing import Pausing, complete
-from pdserve.records import DigestOrder, NewSequence, PromptLogprobs, StepOutput, StepPlan
+from pdserve.records import DigestOrder, NewSequence, StepOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
 from runner.sampling.prompt_targets import PromptTargets, Targets

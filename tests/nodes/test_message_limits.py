@@ -17,8 +17,8 @@ from node_client import RouterClient, greedy
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
 from pdserve.errors import PdserveError, RequestError
 from pdserve.grammar import MAX_BYTES
+from pdserve.logprobs import PromptLogprobs
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import PromptLogprobs
 from pdserve.rpc.channel import open_channel
 from pdserve.rpc.message_limits import ANSWER_LIMIT, request_limit
 from pdserve.rpc.protobuf import pack_tokens, sampling_to_pb

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from pdserve.config.compatibility import compat_hash, differences
 from pdserve.errors import ConfigError, RequestError
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare, LatentSpec
+from pdserve.logprobs import TokenLogprobs
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.records import RankKV, TokenLogprobs
+from pdserve.records import RankKV
 from pdserve.rpc.protobuf import (
     layout_from_pb,
     layout_to_pb,

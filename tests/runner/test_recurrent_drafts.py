@@ -16,7 +16,7 @@ import torch
 from checkpoints import make_checkpoint, node_config
 from drafted_node import Answers, DraftedNode, Oracle
 
-from engine.kv_cache import state_slots
+from engine.recurrent import state_slots
 from pdserve.config.node_config import NodeConfig
 from pdserve.sampling_params import SamplingParams
 

@@ -16,7 +16,8 @@ from stepper import Stepper
 from test_simulated_runner import build as build_simulated
 
 import runner
-from pdserve.records import NewSequence, PromptLogprobs, ScheduledSequence
+from pdserve.logprobs import PromptLogprobs
+from pdserve.records import NewSequence, ScheduledSequence
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 from runner.sampling.prompt_targets import PromptTargets

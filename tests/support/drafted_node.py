@@ -29,7 +29,8 @@ from engine.speculation.draft_source import DraftSource, ModelDrafts
 from pdserve.config.node_config import NodeConfig
 from pdserve.images import Images
 from pdserve.ipc.messages import Mode, Submit
-from pdserve.records import FinishReason, StepOutput, StepPlan, TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
+from pdserve.records import FinishReason, StepOutput, StepPlan
 from pdserve.sampling_params import SamplingParams
 
 Answers = dict[tuple[int, int], "Answer"]  # by request and choice

@@ -20,7 +20,7 @@ from triton_interpreter import make_interpreter_faster
 import runner
 from pdserve.config.node_config import NodeConfig
 from pdserve.images import EncodedImage, Images
-from pdserve.records import TokenLogprobs
+from pdserve.logprobs import TokenLogprobs
 from pdserve.sampling_params import SamplingParams
 
 _ROOT = Path(__file__).parents[2]

@@ -16,8 +16,9 @@ import torch
 from pdserve.images import EncodedImage, Images
 from pdserve.kv.groups import NULL_BLOCK, first_block
 from pdserve.kv.states import NO_SLOT
+from pdserve.logprobs import PromptLogprobs
 from pdserve.protocols import ModelRunner
-from pdserve.records import Drafts, NewBlocks, NewSequence, PromptLogprobs, Sample, ScheduledSequence, StepPlan
+from pdserve.records import Drafts, NewBlocks, NewSequence, Sample, ScheduledSequence, StepPlan
 from pdserve.rpc.protobuf import pack_tokens
 from pdserve.sampling_params import SamplingParams
 

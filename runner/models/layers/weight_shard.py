@@ -142,7 +142,7 @@ class WeightGroup(NamedTuple):
         self.process()
 
     def _restore(self) -> None:
-        """Unpack what processing has packed; a stage amid the others has no shards in its group of embedding and head."""
+        """Unpack packed tensors. Stages between the others have no embedding and no head: no shards in their group."""
         for _, shard in self.shards():
             if shard.memory.is_meta:
                 assert shard.restore is not None

@@ -1,0 +1,1 @@
+"""Recurrent states of a model with linear attention: slots beside the blocks of its KV cache."""
