@@ -71,7 +71,7 @@ def draw_model(numbers: random.Random, families: Sequence[str] = FAMILIES) -> Ra
             fields["rope_parameters"] = _rope(numbers, fields, partial=False)
     if family in ("ministral3", "mistral4"):
         fields["rope_parameters"] |= _query_scale(numbers, fields)
-    legacy = numbers.random() < 0.4 and family != "gemma4_text"
+    legacy = numbers.random() < 0.4 and family not in ("gemma4_text", "nemotron_h")
     if legacy and family == "gpt_oss" and fields["rope_parameters"]["rope_type"] == "default":
         legacy = False  # without rope_scaling it has YaRN
     return RandomModel(
@@ -423,8 +423,9 @@ def _nemotron_h(numbers: random.Random, fields: Fields) -> Fields:
 def _falcon_h1(numbers: random.Random, fields: Fields) -> Fields:
     drawn = _mamba2(numbers)
     inputs = 1.0 if drawn["mamba_proj_bias"] else _factor(numbers)
-    names = ("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier")
-    names += ("attention_out_multiplier", "ssm_out_multiplier")
+    names = [
+        f"{name}_multiplier" for name in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_out")
+    ]
     return {
         **drawn,
         "mamba_d_ssm": drawn["mamba_n_heads"] * numbers.choice((8, 12, 16)),
