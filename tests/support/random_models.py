@@ -65,6 +65,8 @@ def draw_model(numbers: random.Random, families: Sequence[str] = FAMILIES) -> Ra
         fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2", *RECURRENT))
     if family == "nemotron_h" or fields.get("position_embedding_type", "rope") != "rope":
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    if fields["rope_parameters"].get("rope_type") == "dynamic" and "time_step_limit" in fields:
+        fields["time_step_limit"] = [0.0, math.inf]  # answers are then compared with the library's, which has no limits
     if family == "mistral4":  # for other types, the library rotates as many values as whole heads have
         while fields["rope_parameters"]["rope_type"] not in ("yarn", "llama3"):
             fields["rope_theta"] = fields["rope_parameters"]["rope_theta"]
@@ -379,7 +381,7 @@ def _granite4(numbers: random.Random, fields: Fields) -> Fields:
         **drawn,
         "num_hidden_layers": layers,
         "layer_types": kinds,
-        "hidden_size": drawn["mamba_n_heads"] * math.ceil(40 / drawn["mamba_n_heads"]),
+        "hidden_size": math.lcm(4, drawn["mamba_n_heads"]) * math.ceil(40 / math.lcm(4, drawn["mamba_n_heads"])),
         "mamba_expand": 2,
         "mamba_d_head": "auto",
         **_experts(numbers, "num_local_experts"),
