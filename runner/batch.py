@@ -42,7 +42,7 @@ class AttentionBatch:
     slots: Tensor  # [tokens] int64, device: page * kernel_block_size + offset in the page; -1 stores nothing
     state_slots: Tensor | None = None  # [rows] int32, device: slots of recurrent state; None: the model has no state
     state_snapshots: tuple[RowSnapshot, ...] = ()
-    # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``GatedDelta.commit``; None: no
+    # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``Recurrent.commit``; None: no
     # row has any
     drafted: Tensor | None = None
     others: tuple[AttentionBatch, ...] = ()
@@ -123,6 +123,14 @@ class Mamba2Weights(GatedDeltaWeights):
     skip: Tensor  # [value_heads] float32: D, the part of a value that goes to the output as it is
     least_step: float
     most_step: float  # may be infinite
+
+
+@dataclass(frozen=True)
+class ShortConvWeights:
+    """Weights of a short convolution, of a rank."""
+
+    conv: Tensor  # [conv_width, channels]
+    bias: Tensor | None  # [channels]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kv.layout import DTYPE_BYTES, KVLayout, KVShare
+from pdserve.kv.states import GatedDeltaSpec
 from pdserve.records import DigestOrder, StepOutput, StepPlan
 from runner.kernels.reference import mix64
 from runner.kv_cache import KVCache
@@ -157,10 +158,10 @@ class StateDigester:
         share = states.share
         spec = layout.spec
         shards = share.num_shards
-        value_bytes = spec.value_heads * spec.value_dim * spec.key_dim * 4
-        key_conv, value_conv = (heads * dim * (spec.conv_width - 1) * DTYPE_BYTES[spec.dtype] for heads, dim in
-                                ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim)))  # fmt: skip
-        parts = (value_bytes, key_conv, key_conv, value_conv)  # bytes of a shard: delta rule, queries, keys, values
+        delta_bytes = spec.out_inputs * spec.key_dim * 4 if isinstance(spec, GatedDeltaSpec) else 0
+        of_channel = (spec.conv_width - 1) * DTYPE_BYTES[spec.dtype]
+        # Bytes of a shard: the delta rule's, and those of each part of the convolution, such as queries.
+        parts = (delta_bytes, *(channels * of_channel for channels in spec.conv_parts))
         word = next(word for word in _WORDS if all(size % word.itemsize == 0 for size in parts))
         positions = []  # word numbers in the model
         before = 0  # words

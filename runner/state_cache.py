@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kv.layout import KVRegion
-from pdserve.kv.states import NO_SLOT, StateLayout, StateShare
+from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
 from pdserve.records import NewSequence, StepOutput, StepPlan
 from runner.registered_memory import registrable_zeros
 from runner.step_parts import StepFeature, StepPart
@@ -17,7 +17,7 @@ from runner.step_parts import StepFeature, StepPart
 class StateCache:
     """Zeroed memory of ``layout``.
 
-    ``delta[l]``  [num_slots, value_heads, value_dim, key_dim] float32, a strided view
+    ``delta[l]``  [num_slots, value_heads, value_dim, key_dim] float32, a strided view; none for short convolutions
     ``conv[l]``   [num_slots, channels, conv_width - 1] of the spec's dtype, a strided view
     """
 
@@ -28,10 +28,12 @@ class StateCache:
         self.slots = registrable_zeros(layout.total_bytes, device, "recurrent states")
         self.slots = self.slots.view(layout.num_slots, layout.slot_bytes)  # [num_slots, slot_bytes] uint8
         spec = layout.spec
-        delta = (spec.value_heads, spec.value_dim, spec.key_dim)
         conv = (spec.channels, spec.conv_width - 1)
         begins = range(0, layout.slot_bytes, spec.layer_bytes)
-        self.delta = [self._view(begin, torch.float32, delta) for begin in begins]
+        self.delta: list[Tensor] = []
+        if isinstance(spec, GatedDeltaSpec):
+            delta = (spec.value_heads, spec.value_dim, spec.key_dim)
+            self.delta = [self._view(begin, torch.float32, delta) for begin in begins]
         self.conv = [self._view(begin + spec.delta_bytes, getattr(torch, spec.dtype), conv) for begin in begins]
 
     def zero(self, slot: int) -> None:

@@ -13,8 +13,8 @@ import msgspec
 
 from pdserve.errors import shown
 from pdserve.kv.groups import KVHeads
-from pdserve.kv.states import StateSpec
-from pdserve.model import gemma4, mamba2
+from pdserve.kv.states import AnyStateSpec
+from pdserve.model import gemma4, lfm2, mamba2
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.kv_heads import gemma4_windows
 from pdserve.model.moe import (
@@ -24,6 +24,7 @@ from pdserve.model.moe import (
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
+    lfm2_moe,
     minimax_m2,
     mistral4,
     mixtral,
@@ -31,11 +32,26 @@ from pdserve.model.moe import (
     qwen3_moe,
     qwen3_next,
 )
-from pdserve.model.recurrent import linear_attention_layers, read_gated_delta
+from pdserve.model.recurrent import (
+    convolution_layers,
+    linear_attention_layers,
+    read_gated_delta,
+    read_short_conv,
+)
 from pdserve.model.rope import RopeConfig, read_rope, read_rope_of_latents, read_rope_of_mistral
 
 _V1_AND_V2 = "v1-and-v2"
 _STATES_AND_LATENTS = "recurrent-and-latent-models"
+
+_SHORT_CONV: Mapping[str, Any] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 128_000,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+}
 
 Windows = tuple[int | None, ...]  # per layer, in tokens; None is full attention
 _TRAINED = "original_max_position_embeddings"
@@ -143,7 +159,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     has_sinks: bool = False  # attention has sinks
     rename: Callable[[ConfigFields], None] | None = None  # writes fields of config.json under their usual names
     recurrent: Callable[[ConfigFields, int], tuple[bool, ...]] | None = None  # whether each layer is; None: none is
-    state: Callable[[ConfigFields, str], StateSpec] = read_gated_delta  # what recurrent layers keep, in a dtype
+    state: Callable[[ConfigFields, str], AnyStateSpec] = read_gated_delta  # what recurrent layers keep, in a dtype
     has_output_gate: bool = False  # attention output is gated
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
@@ -424,6 +440,36 @@ FAMILIES: dict[str, DecoderFamily] = {
         recurrent=mamba2.every_layer,
         state=mamba2.falcon_state,
         complete=mamba2.falcon,
+    ),
+    "Lfm2ForCausalLM": DecoderFamily(
+        module="lfm2",
+        defaults={
+            **_SHORT_CONV,
+            "intermediate_size": 12_288,
+            "block_multiple_of": 256,
+            "block_auto_adjust_ff_dim": True,
+        },
+        rename=lfm2.rename_dense,
+        windows=no_windows,
+        recurrent=convolution_layers,
+        state=read_short_conv,
+    ),
+    "Lfm2MoeForCausalLM": DecoderFamily(
+        module="lfm2_moe",
+        defaults={
+            **_SHORT_CONV,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "num_experts": 32,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+        },
+        rename=lfm2.rename,
+        windows=no_windows,
+        recurrent=convolution_layers,
+        state=read_short_conv,
+        moe=lfm2_moe,
     ),
     "DeepseekV2ForCausalLM": DecoderFamily(
         module="deepseek_v2",

@@ -14,7 +14,7 @@ from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.groups import KVCacheGroups, KVHeads, cut_into_groups
 from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
-from pdserve.kv.states import StateSpec
+from pdserve.kv.states import AnyStateSpec
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.eagle3 import Eagle3Config, TargetSizes
@@ -77,7 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention: tuple[AttentionSpec, ...] = ()  # one spec per layer that attends
     windows: tuple[int | None, ...] = ()  # tokens, per layer of a transformers model; None: all tokens
     recurrent: tuple[bool, ...] = ()  # per layer, whether it keeps a state instead of attending; empty: no layer does
-    state: StateSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
+    state: AnyStateSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
     has_output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a part of q_proj
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     weight_format: str = UNQUANTIZED  # format of linear layers in the checkpoint, a key of WEIGHT_FORMATS
@@ -101,6 +101,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     mamba2: Mamba2Config | None = None  # None: another family, or not native
     attends: tuple[bool, ...] = ()  # per layer, whether it attends; empty: those that are not recurrent do
     kv_sources: tuple[int, ...] = ()  # the layer whose KV each layer reads: itself, or an earlier one; empty: itself
+    conv_bias: bool = False  # short convolutions and their projections have biases
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
     @property
@@ -177,7 +178,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         """Count those of ``layers`` that have a KV cache."""
         return sum(self.has_kv(layer) for layer in layers)
 
-    def state_spec(self, dtype: str) -> StateSpec | None:
+    def state_spec(self, dtype: str) -> AnyStateSpec | None:
         """Return what each recurrent layer keeps per sequence on a node that serves in ``dtype``."""
         return None if self.state is None else msgspec.structs.replace(self.state, dtype=dtype)
 
@@ -308,6 +309,7 @@ def _native_decoder(
         tie_word_embeddings=_is_tied(model_dir, fields, embeds),
         attention_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
+        conv_bias=fields.flag("conv_bias"),
         attention=tuple(
             AttentionSpec(scale=scale, window=window, has_sinks=family.has_sinks)
             for layer, window in enumerate(family.windows(fields, num_layers))

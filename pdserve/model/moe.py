@@ -139,6 +139,20 @@ def glm4_moe_lite(fields: ConfigFields, num_layers: int) -> MoEConfig:
     return msgspec.structs.replace(glm4_moe(fields, num_layers), dense_layers=dense)
 
 
+def lfm2_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    return _checked(
+        fields,
+        MoEConfig(
+            **_sizes(fields, "moe_intermediate_size"),
+            scoring="sigmoid",
+            renormalize=fields.flag("norm_topk_prob"),
+            has_correction_bias=fields.flag("use_expert_bias"),
+            routed_scaling_factor=fields.number("routed_scaling_factor", 1.0, 1e-6, 1e6),
+            dense_layers=tuple(range(min(fields.integer("num_dense_layers", least=0), num_layers))),
+        ),
+    )
+
+
 def minimax_m2(fields: ConfigFields, num_layers: int) -> MoEConfig:
     fields.choice("scoring_func", fields.get("scoring_func", "sigmoid"), ("sigmoid",))
     sizes = _sizes(fields, "intermediate_size")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pdserve.errors import shown
-from pdserve.kv.states import GatedDeltaSpec
+from pdserve.kv.states import GatedDeltaSpec, ShortConvSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 
 _LINEAR = "linear_attention"
+_CONVOLUTION = "conv"
 _FULL = "full_attention"
 
 
@@ -21,14 +22,47 @@ def linear_attention_layers(fields: ConfigFields, num_layers: int) -> tuple[bool
         recurrent = tuple((layer + 1) % interval != 0 for layer in range(num_layers))
     else:
         fields.given("full_attention_interval")  # marks the field as read; layer_types imply it
-        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
-            raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
-        kinds = [fields.choice("layer type", kind, (_LINEAR, _FULL)) for kind in layer_types]
-        recurrent = tuple(kind == _LINEAR for kind in kinds)
+        recurrent = _of_types(fields, layer_types, num_layers, _LINEAR)
+    return _checked(fields, recurrent, _LINEAR)
+
+
+def convolution_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it is a short convolution: by ``layer_types``, else all but ``full_attn_idxs``.
+
+    Without both, all layers attend. The result is empty if no layer is.
+    """
+    layer_types = fields.get("layer_types")
+    attending = fields.get("full_attn_idxs")
+    if layer_types is not None:
+        recurrent = _of_types(fields, layer_types, num_layers, _CONVOLUTION)
+    elif attending is None:
+        return ()
+    else:
+        if not isinstance(attending, list) or not all(isinstance(layer, int) for layer in attending):
+            raise fields.error(f"has full_attn_idxs = {shown(attending)}; it must be a list of layers. {REMEDY}")
+        recurrent = tuple(layer not in attending for layer in range(num_layers))
+    return _checked(fields, recurrent, _CONVOLUTION)
+
+
+def _of_types(fields: ConfigFields, layer_types: object, num_layers: int, kind: str) -> tuple[bool, ...]:
+    """Return which layers are of a kind by ``layer_types``; the others attend."""
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        count = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
+        raise fields.error(f"has {count} layer_types for {num_layers} layers; it must be a list with one per layer")
+    return tuple(fields.choice("layer type", name, (kind, _FULL)) == kind for name in layer_types)
+
+
+def _checked(fields: ConfigFields, recurrent: tuple[bool, ...], kind: str) -> tuple[bool, ...]:
     if all(recurrent):
-        raise fields.error(f"has layers of {_LINEAR} only; a model without a KV cache is not supported. {REMEDY}")
+        raise fields.error(f"has layers of {kind} only; a model without a KV cache is not supported. {REMEDY}")
     return recurrent if any(recurrent) else ()
+
+
+def read_short_conv(fields: ConfigFields, dtype: str) -> ShortConvSpec:
+    """Read the sizes of short convolutions, which have as many channels as hidden states have values."""
+    return ShortConvSpec(
+        channels=fields.integer("hidden_size"), conv_width=fields.integer("conv_L_cache", least=2), dtype=dtype
+    )
 
 
 def read_gated_delta(fields: ConfigFields, dtype: str) -> GatedDeltaSpec:

@@ -35,6 +35,7 @@ MULTIMODAL: Mapping[str, str] = {
     "llama4": "llama4_text",
     "llava": "llama",
     "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
@@ -53,6 +54,7 @@ _NATIVE: Mapping[str, tuple[str, str]] = {
     "mistral": ("mistral", "MistralForCausalLM"),
     "mistral4": ("mistral4", "Mistral4ForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
@@ -65,6 +67,8 @@ _BUILT_IN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
 }
+#: Kinds whose first configs have the fields of the text model beside those of the whole.
+_FLAT = frozenset({"qwen2_5_vl"})
 _EXPERTS = ("num_experts", "num_local_experts")  # names of one field
 #: Multimodal architectures whose checkpoints store fused experts with inputs before outputs.
 TRANSPOSED_EXPERTS = frozenset({"Qwen3VLMoeForConditionalGeneration"})
@@ -76,6 +80,7 @@ _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
+    *((name, name) for name in ("model.embed_tokens.", "model.layers.", "model.norm.")),  # Qwen2.5-VL, as published
     ("mtp.", "mtp."),  # a layer that predicts further tokens, where the text model's checkpoint has it, too
 )
 
@@ -84,6 +89,8 @@ def text_kind(values: Mapping[str, Any]) -> str:
     """Return the model type of the text model that a config describes, multimodal or not."""
     kind = str(values.get("model_type"))
     text = values.get("text_config")
+    if kind in _FLAT and text is None:
+        return MULTIMODAL[kind]
     if kind not in MULTIMODAL or not isinstance(text, dict):
         return kind
     kind_of_text = str(text.get("model_type") or MULTIMODAL[kind])
@@ -102,7 +109,8 @@ def take_text_part(fields: ConfigFields, native: bool) -> str:
     if not isinstance(names, list) or not names:
         return ""
     alone = native and kind in _NATIVE and str(names[0]).endswith(_WHOLE)
-    text = whole if alone else whole.get("text_config")
+    is_flat = kind in _FLAT and whole.get("text_config") is None
+    text = whole if alone or is_flat else whole.get("text_config")
     if not isinstance(text, dict) or (kind not in MULTIMODAL and not alone):
         return ""
     kind_of_text = text_kind(whole)

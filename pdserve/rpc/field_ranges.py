@@ -124,7 +124,9 @@ RANGES: Mapping[str, Fields] = {
         "num_slots": _SLOTS,
         **_each(_LAYERS, "num_layers first_layer total_layers"),
         **_each(_HEADS, "shard num_shards key_heads value_heads"),
-        **_each(_SIZE, "key_dim value_dim conv_width"),
+        **_each(_HEADS, "key_dim value_dim"),  # 0: short convolutions
+        "conv_width": _SIZE,
+        "channels": Range(0, 2**20),
     },
     "KVShare": {
         **_each(_LAYERS, "first_layer num_layers total_layers draft_layers"),

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from runner.attention.gated_delta import GatedDelta
+from runner.attention.recurrent import Recurrent
 from runner.batch import AttentionBatch, HeadNorms, LatentNorm, RotaryCosSin
 
 
@@ -22,7 +22,7 @@ class AttentionBackend(ABC):
     the batch.
     """
 
-    recurrent: GatedDelta | None = None  # the states of recurrent layers; None: the model has none
+    recurrent: Recurrent | None = None  # the states of recurrent layers; None: the model has none
 
     def plan(self, batch: AttentionBatch, graph: int = 0) -> None:
         """Prepare the calls of one step, and the calls of ``recurrent`` unless ``batch`` has no slots of states.

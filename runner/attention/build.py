@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 
-from pdserve.kv.states import Mamba2Spec
+from pdserve.kv.states import Mamba2Spec, ShortConvSpec
 from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
-from runner.attention.gated_delta import GatedDelta
+from runner.attention.recurrent import Recurrent
 from runner.kv_cache import KVCache
 from runner.placement import TensorPlacement
 from runner.state_cache import StateCache
@@ -59,20 +59,27 @@ def build_backend(
     return backend
 
 
-def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_drafts: int) -> GatedDelta:
-    is_mamba2 = isinstance(states.layout.spec, Mamba2Spec)
-    if name == "torch" and is_mamba2:
-        from runner.attention.mamba2 import TorchMamba2
+def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_drafts: int) -> Recurrent:
+    if isinstance(states.layout.spec, ShortConvSpec):
+        if name == "torch":
+            from runner.attention.short_conv import TorchShortConv
 
-        return TorchMamba2(states)
+            return TorchShortConv(states)
+        from runner.attention.triton_short_conv import TritonShortConv
+
+        return TritonShortConv(states, max_num_seqs, max_drafts)
+    if isinstance(states.layout.spec, Mamba2Spec):
+        if name == "torch":
+            from runner.attention.mamba2 import TorchMamba2
+
+            return TorchMamba2(states)
+        from runner.attention.triton_mamba2 import TritonMamba2
+
+        return TritonMamba2(states, max_num_seqs, max_drafts)
     if name == "torch":
         from runner.attention.gated_delta import TorchGatedDelta
 
         return TorchGatedDelta(states)
-    if is_mamba2:
-        from runner.attention.triton_mamba2 import TritonMamba2
-
-        return TritonMamba2(states, max_num_seqs, max_drafts)
     from runner.attention.triton_gated_delta import TritonGatedDelta
 
     return TritonGatedDelta(states, max_num_seqs, max_drafts)

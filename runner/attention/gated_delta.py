@@ -1,11 +1,8 @@
-"""The recurrent part of gated delta nets over the states of a rank: the interface, and plain torch.
-
-A back end of attention has one of them for the recurrent layers, and plans it with each step.
-"""
+"""The recurrent part of gated delta nets over the states of a rank: the interface, and plain torch."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,24 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pdserve.kv.states import GatedDeltaSpec
+from runner.attention.recurrent import ConvStep, Recurrent
 from runner.batch import AttentionBatch, GatedDeltaWeights
 from runner.kernels.gated_delta_reference import DeltaInputs, delta_rule_chunks, delta_rule_step, gates_of, normed
 from runner.state_cache import StateCache
 
 
-class GatedDelta(ABC):
-    """Runs ``plan`` once per step, then ``run`` for each recurrent layer.
-
-    The states of decodes with drafts stay as they are, as some drafts may be wrong. When the right ones are known,
-    ``commit`` advances these states, before the next ``plan``:
-
-        state s ── run: t d1 d2 d3 ──► outputs      commit: s ── t d1 ──► state, if d1 is right and d2 is not
-    """
-
-    @abstractmethod
-    def plan(self, batch: AttentionBatch, graph: bool) -> None:
-        """Prepare the calls of one step; ``graph``: whether a CUDA graph has them (``AttentionBackend.plan``)."""
-
+class GatedDelta(Recurrent):
     @abstractmethod
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
         """Return the output of the delta rule, [tokens, value_heads, value_dim]; advance the states of the sequences.
@@ -41,26 +28,16 @@ class GatedDelta(ABC):
         2 * value_heads]: betas and decays. ``layer`` counts the recurrent layers of this rank from 0 on.
         """
 
-    @abstractmethod
-    def commit(self, counts: Tensor) -> None:
-        """Advance the states of all layers by the first counts[r] tokens of each row r with drafts.
-
-        counts [rows] int64, device: at least 1, 0 for rows without drafts. Drafts belong to the last step.
-        """
-
 
 @dataclass(frozen=True)
 class _Step:
+    conv: ConvStep
     slots: Tensor  # [num_seqs] int64
-    taps: Tensor  # [conv_width, tokens] int64: rows of history and inputs, one after the other
-    history: Tensor  # [num_seqs * (conv_width - 1)] int64: the rows that become the new history
     singles: Tensor  # int64: sequences with one token
     single_tokens: Tensor  # int64: these tokens
     longer: tuple[_Row, ...]  # without drafts
+    starts: NDArray[np.int64]  # [num_seqs + 1]: first token of each sequence
     drafted: NDArray[np.int64]  # sequences with drafts
-    rows: _ConvRows
-    kept: Tensor  # int64: slots of snapshots
-    kept_history: Tensor  # [snapshots * (conv_width - 1)] int64: their rows of history
 
 
 class _Row(NamedTuple):
@@ -73,7 +50,7 @@ class _Row(NamedTuple):
 class _Between(NamedTuple):
     """Inputs and states of a layer, for sequences with drafts, until ``commit``."""
 
-    inputs: Tensor  # [rows, channels]: history and inputs of the convolution, see ``_ConvRows``
+    inputs: Tensor  # [rows, channels]: history and inputs of the convolution, see ``ConvStep.convolve``
     states: list[Tensor]  # [drafted, …] each: the states after each of their tokens, the last one repeated
 
 
@@ -82,6 +59,7 @@ class TorchGatedDelta(GatedDelta):
 
     def __init__(self, cache: StateCache) -> None:
         self._cache = cache
+        assert isinstance(cache.layout.spec, GatedDeltaSpec)
         self._spec = cache.layout.spec
         self._step: _Step | None = None
         self._between: dict[int, _Between] = {}  # by layer
@@ -93,10 +71,10 @@ class TorchGatedDelta(GatedDelta):
         singles = np.flatnonzero(lengths == 1)
         slots = batch.state_slots.cpu().numpy().astype(np.int64)
         starts = batch.query_starts.astype(np.int64)
-        rows = _ConvRows(starts, self._spec.conv_width - 1)
-        drafted = np.zeros(len(lengths), np.bool_) if batch.drafted is None else batch.drafted.cpu().numpy() > 0
+        conv = ConvStep.of(batch, self._spec.conv_width, device)
+        drafted = np.zeros(len(lengths), np.bool_)
+        drafted[conv.drafted] = True
         self._between = {}
-        kept = np.array(batch.state_snapshots, dtype=np.int64).reshape(-1, 3)
         snapshots = {snapshot.row: snapshot for snapshot in batch.state_snapshots}
 
         def longer(row: int) -> _Row:
@@ -112,24 +90,21 @@ class TorchGatedDelta(GatedDelta):
             return torch.from_numpy(values).to(device)
 
         self._step = _Step(
-            slots=to_device(slots),
-            taps=to_device(rows.taps()),
-            history=to_device(rows.history(np.arange(len(lengths)), np.where(drafted, 0, lengths))),
+            conv=conv,
+            slots=conv.slots,
             singles=to_device(singles),
             single_tokens=to_device(starts[singles]),
             longer=tuple(longer(int(row)) for row in np.flatnonzero((lengths > 1) & ~drafted)),
-            drafted=np.flatnonzero(drafted),
-            rows=rows,
-            kept=to_device(kept[:, 2]),
-            kept_history=to_device(rows.history(kept[:, 0], kept[:, 1])),
+            starts=starts,
+            drafted=conv.drafted,
         )
 
     def run(self, layer: int, mixed: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> Tensor:
         step = self._step
         spec = self._spec
         assert step is not None, "plan comes first"
-        convolved, conv_inputs = self._convolve(step, layer, mixed, weights)
-        inputs = self._inputs(convolved, ba, weights)
+        convolved, conv_inputs = step.conv.convolve(self._cache.conv[layer], mixed, weights.conv, weights.conv_bias)
+        inputs = self._inputs(F.silu(convolved), ba, weights)
         states = self._cache.delta[layer]
         out = mixed.new_empty(len(mixed), spec.value_heads, spec.value_dim)
         if len(step.singles):
@@ -173,9 +148,8 @@ class TorchGatedDelta(GatedDelta):
         of_rows = counts.cpu().numpy()[step.drafted]
         device = counts.device
         slots = step.slots[torch.from_numpy(step.drafted).to(device)]
-        history = torch.from_numpy(step.rows.history(step.drafted, of_rows)).to(device)
         for layer, between in self._between.items():
-            self._cache.conv[layer][slots] = between.inputs[history].unflatten(0, (len(slots), -1)).mT
+            step.conv.commit(self._cache.conv[layer], between.inputs, of_rows)
             for number, advanced in enumerate(between.states, start=1):
                 chosen = torch.from_numpy(of_rows == number).to(device)
                 self._cache.delta[layer][slots[chosen]] = advanced[chosen]
@@ -186,8 +160,8 @@ class TorchGatedDelta(GatedDelta):
     ) -> list[Tensor]:
         """Write the output of sequences with drafts, token after token. Return the states after each token."""
         device = out.device
-        starts = step.rows.starts[step.drafted]
-        lengths = step.rows.starts[step.drafted + 1] - starts
+        starts = step.starts[step.drafted]
+        lengths = step.starts[step.drafted + 1] - starts
         state = states[step.slots[torch.from_numpy(step.drafted).to(device)]]
         new_states = []
         for number in range(lengths.max()):
@@ -198,41 +172,3 @@ class TorchGatedDelta(GatedDelta):
             state = state.index_copy(0, left, advanced)
             new_states.append(state)
         return new_states
-
-    def _convolve(self, step: _Step, layer: int, mixed: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
-        """Return silu of the convolution [tokens, channels] in float32, and its inputs; advance its state."""
-        states = self._cache.conv[layer]
-        history = states[step.slots].mT.flatten(0, 1)  # [num_seqs * (conv_width - 1), channels]
-        inputs = torch.cat((history, mixed.to(history.dtype)))  # rounded alike in this step and in later ones
-        before = self._spec.conv_width - 1
-        for slots, rows in ((step.kept, step.kept_history), (step.slots, step.history)):
-            states[slots] = inputs[rows].unflatten(0, (len(slots), before)).mT
-        total = torch.zeros(mixed.shape, dtype=torch.float32, device=mixed.device)
-        if weights.conv_bias is not None:
-            total += weights.conv_bias
-        for rows, tap in zip(step.taps, weights.conv.float(), strict=True):
-            total.addcmul_(inputs[rows].float(), tap)
-        return F.silu(total), inputs
-
-
-class _ConvRows:
-    """Rows of the inputs of a convolution: the ``before`` of history of each sequence, then the tokens of all."""
-
-    def __init__(self, query_starts: NDArray[np.int64], before: int) -> None:
-        self.starts = query_starts
-        self._before = before
-
-    def taps(self) -> NDArray[np.int64]:
-        """Return the rows that each tap reads: [before + 1, tokens]."""
-        seqs = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
-        local = np.arange(self.starts[-1]) - self.starts[seqs]  # index of a token in its sequence's part
-        return np.stack([self._rows(seqs, local - back) for back in range(self._before, -1, -1)])
-
-    def history(self, seqs: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows that are the history after so many tokens of these sequences: [len(seqs) * before]."""
-        back = np.tile(np.arange(-self._before, 0), len(seqs))
-        return self._rows(np.repeat(seqs, self._before), np.repeat(tokens, self._before) + back)
-
-    def _rows(self, seqs: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
-        of_tokens = (len(self.starts) - 1) * self._before + self.starts[seqs] + index
-        return np.where(index < 0, (seqs + 1) * self._before + index, of_tokens)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv.states import GatedDeltaSpec
+from pdserve.kv.states import AnyStateSpec, GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
@@ -127,7 +127,7 @@ def _load_taps(weight, within, valid, WIDTH: tl.constexpr, CHANNELS: tl.constexp
 def _biased(total, bias, within, valid, HAS_BIAS: tl.constexpr):
     """Add a bias of channels to a convolution [TOKENS, BLOCK_DIM]; ``bias`` is the first one's."""
     if HAS_BIAS:
-        total += tl.load(bias + within, mask=valid, other=0.0)[None, :]
+        total += tl.load(bias + within, mask=valid, other=0.0).to(tl.float32)[None, :]
     return total
 
 
@@ -469,7 +469,7 @@ def store_history(
     slots: Tensor,
     query_starts: Tensor,
     ends: Tensor,
-    spec: GatedDeltaSpec,
+    spec: AnyStateSpec,
     snapshots: Tensor | None = None,
     drafted: Tensor | None = None,
 ) -> None:

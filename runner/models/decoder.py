@@ -92,6 +92,11 @@ class Decoder(Model):
         """Create the token mixer of a layer; ``layer`` counts from 0 on this rank."""
         return self.make_attention(layer)
 
+    def mixers_before(self, layer: int) -> tuple[int, int]:
+        """Return how many layers of this rank before ``layer`` attend, and how many are recurrent."""
+        layers = range(self.first_layer, self.first_layer + layer)
+        return self.config.kv_layers_in(layers), sum(map(self.config.is_recurrent, layers))
+
     def _number_parts(self, layer: int) -> None:
         """Say to which layer the parts belong that are created next; ``layer`` counts from 0 in the whole model."""
         self.context = replace(self.context, layer=layer)

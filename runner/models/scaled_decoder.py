@@ -14,11 +14,6 @@ class ScaledDecoder(Decoder):
         assert self.config.mamba2 is not None
         return self.config.mamba2
 
-    def mixers_before(self, layer: int) -> tuple[int, int]:
-        """Return how many layers of this rank before ``layer`` attend, and how many are recurrent."""
-        layers = range(self.first_layer, self.first_layer + layer)
-        return self.config.kv_layers_in(layers), sum(map(self.config.is_recurrent, layers))
-
     def embed(self, inputs: Tensor) -> Tensor:
         embedded = super().embed(inputs)
         scale = self.mamba2.embedding_scale

@@ -19,6 +19,7 @@ from pdserve.config.parallel import ParallelConfig, choose_parallel_config, num_
 from pdserve.config.resolution.state_slots import most_slots
 from pdserve.config.resolve import resolve
 from pdserve.errors import CapacityError, CheckpointError, ConfigError
+from pdserve.kv.states import GatedDeltaSpec
 from pdserve.model.model_config import ModelConfig, load_model_config
 
 H200 = DeviceInfo(kind="cuda", index=0, name="H200", memory=140 << 30)
@@ -123,6 +124,7 @@ def test_ranks_hold_their_part_of_kv_and_state(tmp_path: Path) -> None:
         assert rank.state_layout is not None
         assert rank.state_share is not None
         assert rank.state_layout.num_layers == rank.state_share.num_layers
+        assert isinstance(rank.state_layout.spec, GatedDeltaSpec)
         assert rank.state_layout.spec.key_heads == 8
         assert rank.state_layout.spec.value_heads == 16
         assert rank.kv_layout.total_bytes + rank.state_layout.total_bytes <= 10 << 30

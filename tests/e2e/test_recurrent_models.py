@@ -17,11 +17,14 @@ import pytest
 from exact_fleet import STEP, Model, Served, check_moved_answer, check_turns_of_an_agent, random_prompt
 from slow_clients import read_tokens, send_unread
 
-MIXED = {"num_hidden_layers": 5, "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"]}
+_MIXED = [*["linear_attention", "full_attention"] * 2, "linear_attention"]
+MIXED = {"num_hidden_layers": 5, "layer_types": _MIXED}
 MODELS = {
     "qwen3-next": Model("qwen3_next", {}),
     "qwen3.5": Model("qwen3_5_text", {}),
     "qwen3.5-moe": Model("qwen3_5_moe_text", {}),
+    "lfm2": Model("lfm2", {}),
+    "lfm2-moe": Model("lfm2_moe", {}),
     "granite-4": Model("granitemoehybrid", {}),
     "nemotron-h": Model("nemotron_h", {}),
     "falcon-h1": Model("falcon_h1", {}),
@@ -34,6 +37,15 @@ STAGES: dict[str, dict[str, Any]] = {
 FEW_SLOTS = ("--state-slots", "6")
 
 pytestmark = pytest.mark.timeout(300)
+
+
+def mixed(name: str) -> Model:
+    """Return the model with layers of both kinds in each of two stages."""
+    if name in STAGES:
+        return MODELS[name]._replace(fields=STAGES[name])
+    kind = "conv" if name.startswith("lfm2") else "linear_attention"
+    layers = [layer.replace("linear_attention", kind) for layer in _MIXED]
+    return MODELS[name]._replace(fields=MIXED | {"layer_types": layers})
 
 
 def check_model(served: Served) -> None:
@@ -101,6 +113,8 @@ def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
         pytest.param("qwen3.5", "1", "pp2", marks=pytest.mark.slow),
         pytest.param("qwen3.5-moe", "pp2", "pp2", marks=pytest.mark.slow),
         pytest.param("qwen3-next", "tp2", "tp2", marks=pytest.mark.slow),
+        pytest.param("lfm2", "pp2", "1", marks=pytest.mark.slow),
+        pytest.param("lfm2-moe", "tp2", "tp2", marks=pytest.mark.slow),
         pytest.param("granite-4", "pp2", "1", marks=pytest.mark.slow),
         pytest.param("nemotron-h", "tp2", "tp2", marks=pytest.mark.slow),
         pytest.param("nemotron-h", "pp2", "1", marks=pytest.mark.slow),
@@ -109,15 +123,14 @@ def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
 )
 def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: str, tmp_path: Path) -> None:
     """Each stage has layers of both kinds."""
-    model = MODELS[name]._replace(fields=STAGES.get(name, MIXED))
-    with Served(model, tmp_path / "m", [prefill], [decode]) as served:
+    with Served(mixed(name), tmp_path / "m", [prefill], [decode]) as served:
         check_model(served)
 
 
 @pytest.mark.slow
 def test_turns_of_an_agent_are_exact_and_an_answer_moves(tmp_path: Path) -> None:
     """From a node of two stages to two nodes; then a decode node dies while it computes an answer."""
-    model = MODELS["qwen3.5-moe"]._replace(fields=MIXED)
+    model = mixed("qwen3.5-moe")
     with Served(model, tmp_path / "m", ["pp2"], ["1", "1"], flags=("--max-model-len", "500")) as served:
         check_model(served)
         check_turns_of_an_agent(served, turns=3)

@@ -45,7 +45,7 @@ RIGHT_DRAFTS = 3 / 4
 Slot = tuple[int, int]  # block, offset
 
 
-_STATE = GatedDeltaSpec(1, 1, 1, 1, 2, "float32")
+_STATE = GatedDeltaSpec(1, 1, 1, 1, conv_width=2, dtype="float32")
 _SLOT_WORDS = _STATE.layer_bytes // 4  # the first two: number of tokens, digest of the tokens
 
 

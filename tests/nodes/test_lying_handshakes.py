@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError, PeerError
 from pdserve.ipc.messages import EventBatch
 from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, KVShare
-from pdserve.kv.states import GatedDeltaSpec, RankStates, StateLayout, StateShare
+from pdserve.kv.states import GatedDeltaSpec, RankStates, ShortConvSpec, StateLayout, StateShare
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import NO_ORDERS, Peer, RankKV
 from pdserve.rpc.field_ranges import check_answer
@@ -32,9 +32,10 @@ WITH_DRAFTS = KVLayout(8, 16, 8, 7, SPEC)
 DRAFTING = KVShare(0, 7, 0, 2, total_layers=7, total_heads=2, draft_layers=1)
 STATES = RankStates(
     KVRegion(1 << 20, 1 << 20, "cpu", 0),
-    StateLayout(4, 3, GatedDeltaSpec(2, 2, 4, 4, 4, "float16")),
+    StateLayout(4, 3, GatedDeltaSpec(2, 2, 4, 4, conv_width=4, dtype="float16")),
     StateShare(0, 3, 3, 0, 1),
 )
+SHORT = RankStates(STATES.region, StateLayout(4, 3, ShortConvSpec(8, conv_width=3, dtype="float16")), STATES.share)
 
 
 def rank(layout: KVLayout, share: KVShare | None = None, states: RankStates | None = None) -> RankKV:
@@ -47,6 +48,7 @@ NODES = {
     "windows": (LocalRank(), rank(WINDOWS)),
     "unlike heads": (LocalRank(), rank(UNLIKE)),
     "drafts": (LocalRank((DRAFTING,)), rank(WITH_DRAFTS, DRAFTING)),
+    "short convolutions": (LocalRank(states=SHORT), rank(PLAIN, None, SHORT)),
     "states": (LocalRank(states=STATES), rank(PLAIN, None, STATES)),
 }
 LIES = lies(pb.HandshakeReply.DESCRIPTOR)

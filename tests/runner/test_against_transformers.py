@@ -259,6 +259,28 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
     ),
     "qwen3.5-moe": ("qwen3_5_moe_text", {}, (16, 16), (1, 17, 300)),
     "qwen3.5-moe-fused": ("qwen3_5_moe_text", {"fused": True}, (16, 16), (33, 70)),
+    "lfm2": ("lfm2", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
+    "lfm2-published": (
+        "lfm2",
+        {
+            "layer_types": None,
+            "full_attn_idxs": [1, 3],
+            "num_hidden_layers": 5,
+            "block_auto_adjust_ff_dim": True,
+            "block_multiple_of": 32,
+            "tie_word_embeddings": True,
+        },
+        (48, 16),
+        (47, 130),
+    ),
+    "lfm2-bias": ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "num_key_value_heads": 1}, (16, 16), (1, 5, 90)),
+    "lfm2-moe": ("lfm2_moe", {}, (16, 16), (1, 2, 17, 300)),
+    "lfm2-moe-plain": (
+        "lfm2_moe",
+        {"fused": True, "use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5},
+        (16, 16),
+        (33, 70),
+    ),
     "minimax-m2-fused": ("minimax_m2", {"fused": True, "num_key_value_heads": 1}, (48, 16), (47, 90)),
     "qwen3-yarn-attention-factor": (
         "qwen3",
@@ -346,6 +368,8 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
             marks=pytest.mark.slow,
         ),
         pytest.param("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+        pytest.param("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_experts": 4}, marks=pytest.mark.slow),
         pytest.param(
             "granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow
         ),

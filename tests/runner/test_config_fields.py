@@ -26,6 +26,7 @@ from pdserve.model.unread_fields import FIXED
 NUM_LAYERS = 3
 PROMPTS = random_prompts(random.Random(1), 96, (40,))  # token ids below the smallest vocabulary size
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+CONVOLUTIONS = ["conv", "conv", "full_attention"]
 HYBRID = ["linear_attention", "linear_attention", "full_attention"]
 ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
 
@@ -90,8 +91,14 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (8,),
     "attention_dropout": (0.5,),
     "attention_k_eq_v": (True,),
+    "block_auto_adjust_ff_dim": (True,),
+    "block_ff_dim": (64,),
+    "block_ffn_dim_multiplier": (1.5,),
+    "block_multiple_of": (32,),
     "bos_token_id": (5,),
     "chunk_size_feed_forward": (4,),
+    "conv_L_cache": (2, 5),
+    "conv_bias": (True,),
     "decoder_sparse_step": (2,),
     "dtype": ("bfloat16",),
     "eos_token_id": ([3, 4],),
@@ -99,6 +106,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "enable_moe_block": (True,),
     "first_k_dense_replace": (0, 2),
     "full_attention_interval": (2, 3),
+    "full_attn_idxs": ([0],),
     "gradient_checkpointing": (True,),
     "head_dim": (8,),
     "hidden_act": ("gelu", "relu"),
@@ -113,7 +121,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "kv_lora_rank": (16,),
     "kv_sharing_modes": (["own", "reuse", "reuse"],),
     "label2id": ({"yes": 0},),
-    "layer_types": (HYBRID, ALTERNATING, ["full_attention"] * NUM_LAYERS, ["sliding_attention"] * NUM_LAYERS),
+    "layer_types": (
+        HYBRID,
+        CONVOLUTIONS,
+        ALTERNATING,
+        ["full_attention"] * NUM_LAYERS,
+        ["sliding_attention"] * NUM_LAYERS,
+    ),
     "linear_conv_kernel_dim": (2,),
     "linear_key_head_dim": (8,),
     "linear_num_key_heads": (1,),
@@ -128,8 +142,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "n_group": (1, 2),
     "n_routed_experts": (4,),
     "n_shared_experts": (1,),
+    "norm_eps": (1e-2,),
     "norm_topk_prob": (True, False),
     "num_attention_heads": (8,),
+    "num_dense_layers": (0, 3),
     "num_experts": (4,),
     "num_experts_per_tok": (1,),
     "num_hidden_layers": (2,),
@@ -171,6 +187,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_alpha": (1.1,),
     "swiglu_limit": (0.5,),
     "tie_word_embeddings": (True,),
+    "tie_embedding": (True,),
     "top_k_experts": (1,),
     "topk_group": (1,),
     "topk_method": ("greedy", "noaux_tc"),
@@ -179,6 +196,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "use_cache": (False,),
     "use_bidirectional_attention": ("all", "vision"),
     "use_double_wide_mlp": (True,),
+    "use_expert_bias": (False,),
     "use_qk_norm": (False, True),
     "use_sliding_window": (True,),
     "v_head_dim": (24,),

@@ -235,7 +235,9 @@ def quantized_model(tmp_path: Path, family: str, name: str, **sizes: Any) -> tup
     own: dict[str, Any] = {}
     if family == "qwen3_next":
         own["layer_types"] = ["linear_attention", "full_attention"]
-    if family in ("qwen3_moe", "deepseek_v3", "glm4_moe"):
+    if family.startswith("lfm2"):
+        own["layer_types"] = ["conv", "full_attention"]
+    if family in ("qwen3_moe", "deepseek_v3", "glm4_moe", "lfm2_moe"):
         own["moe_intermediate_size"] = 64
     if family == "deepseek_v3":
         own["q_lora_rank"] = 64
@@ -267,6 +269,8 @@ MODELS = [
     ("llama", "w4a16 zeros 32"),
     ("qwen3_moe", "gptq 32"),
     ("qwen3_next", "nvfp4"),
+    ("lfm2", "nvfp4"),
+    ("lfm2_moe", "awq 32"),
     ("deepseek_v3", "w4a16 32"),
     ("glm4_moe", "awq 32"),
     ("deepseek_v3", "gptq order"),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pdserve.kv.groups import KVCacheGroups
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVShare, LatentSpec
-from pdserve.kv.states import GatedDeltaSpec, StateLayout, StateShare
+from pdserve.kv.states import GatedDeltaSpec, ShortConvSpec, StateLayout, StateShare
 from pdserve.records import DigestOrder
 from runner.kernels.block_digest import block_digests
 from runner.kv_digest import KVDigester, StateDigester
@@ -282,3 +282,28 @@ def test_swapped_parts_change_the_digest_of_a_state(axis: int) -> None:
     assert before[0] != after[0]
     assert before[2] != after[2]
     assert state_digests(states, WHOLE, (2, 0)) == [before[2], before[0]]
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_digests_of_short_convolutions_add_up_and_know_each_byte(triton: bool) -> None:
+    """Two shards of one layer each stage against one rank."""
+    whole = ShortConvSpec(channels=8, conv_width=3, dtype="float16")
+    values = torch.from_numpy(np.random.default_rng(3).integers(0, 1 << 15, (3, LAYERS, 8, 2), dtype=np.int16))
+
+    def digests_of(share: StateShare, states: torch.Tensor) -> list[int]:
+        cache = StateCache(StateLayout(3, share.num_layers, whole.split(share.num_shards)), DEVICE, share)
+        count = 8 // share.num_shards
+        for layer in range(share.num_layers):
+            part = states[:, share.first_layer + layer, share.shard * count : (share.shard + 1) * count]
+            cache.conv[layer].view(torch.int16).copy_(part)
+        digester = StateDigester(cache)
+        digester._uses_triton = triton
+        return [digest % WRAP for digest in digester.compute((0, 1, 2)).tolist()]
+
+    expected = digests_of(WHOLE, values)
+    shares = [StateShare(stage, 1, LAYERS, shard, 2) for stage in range(LAYERS) for shard in range(2)]
+    parts = [digests_of(share, values) for share in shares]
+    assert [sum(part) % WRAP for part in zip(*parts, strict=True)] == expected
+    changed = values.clone()
+    changed[1, 0, 5, 1] ^= 1
+    assert [a == b for a, b in zip(digests_of(WHOLE, changed), expected, strict=True)] == [True, False, True]

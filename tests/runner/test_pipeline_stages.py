@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-ep": ("glm4_moe", {"first_k_dense_replace": 2}),
     "qwen3-next": ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"] * 2}),
     "qwen3.5": ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention", "linear_attention"] * 2}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
     "granite-4": (
         "granitemoehybrid",
         {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
@@ -130,7 +131,7 @@ def test_stages_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_stages_of_every_model_and_runner_sample_the_tokens_of_one_rank(tmp_path: Path) -> None:
     splits = [(2, 1, None), (3, 1, (1, 2, 1)), (2, 2, None)]
-    recurrent = ("qwen3-next", "qwen3.5")  # each stage needs both kinds of layers
+    recurrent = ("qwen3-next", "qwen3.5", "lfm2")  # each stage needs both kinds of layers
     models = [model for model in MODELS if model not in ("qwen3-small", *recurrent)]
     cases: list[Case] = [(model, version, *split) for model in models for version in ("V1", "V2") for split in splits]
     cases += [(model, version, 2, tp, None) for model in recurrent for version in ("V1", "V2") for tp in (1, 2)]

@@ -36,6 +36,7 @@ NUM_TOKENS = 3
 LAYERS = ["linear_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": LAYERS},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": LAYERS},
     "nemotron_h": {"hybrid_override_pattern": "M*ME"},
     "falcon_h1": {},

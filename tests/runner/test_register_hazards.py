@@ -71,7 +71,7 @@ def test_mxfp4_products_keep_their_operands() -> None:
 @pytest.mark.slow
 def test_kernels_of_gated_delta_nets_compile_for_hopper() -> None:
     """The interpreter accepts more than the compiler. Two kernels spill: with fewer registers they are faster."""
-    names = ["decodes", "prompts", "history", "rule", "commit", "invert", "advance", "norm", "sigmoid"]
+    names = ["decodes", "prompts", "history", "rule", "commit", "invert", "advance", "short", "norm", "sigmoid"]
     results = compiled([f"delta:{name}" for name in names])
     assert [result for result in results if result["overwritten"]] == []
     assert {result["kernel"] for result in results if result["spilled"]} <= {"delta:prompts", "delta:invert"}

@@ -43,6 +43,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-ep": ("qwen3_next", {"num_key_value_heads": 1, "linear_num_key_heads": 4}),
     "qwen3.5": ("qwen3_5_text", {"linear_num_key_heads": 4, "tie_word_embeddings": True}),
     "qwen3.5-moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
+    "lfm2": ("lfm2", {"conv_bias": True, "tie_word_embeddings": True}),
+    "lfm2-moe-ep": ("lfm2_moe", {}),
     "granite-4": ("granitemoehybrid", {}),
     "granite-4-ep": ("granitemoehybrid", {"mamba_n_groups": 4}),
     "nemotron-h": ("nemotron_h", {"hybrid_override_pattern": "M*-E", "use_bias": True}),

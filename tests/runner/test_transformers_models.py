@@ -140,7 +140,7 @@ def test_a_window_that_only_the_mask_knows_is_kept(tmp_path: Path) -> None:
         ("bert", {"is_decoder": False}, r"BertLMHeadModel cannot run .* attends to later tokens"),
         ("diffllama", {}, "each layer attends once"),
         ("doge", {}, "layer 0 changes its mask"),
-        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "short convolutions"),
+        ("lfm3", {"layer_types": ["conv", "full_attention", "conv"]}, "short convolutions"),
         ("llama4_text", {"attention_chunk_size": 16}, "neither causal nor a sliding window"),
         ("moshi", {"sliding_window": 8}, "more tokens than the 8 that transformers' cache keeps"),
         ("codegen", {}, "do not call a given attention function"),

@@ -163,6 +163,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_hidden_layers": 3},
     "qwen3_next": {},
     "qwen3_5_text": {},
+    "lfm2": {},
     "granitemoehybrid": {},
     "nemotron_h": {"hybrid_override_pattern": "MEM*-"},
     "falcon_h1": {},

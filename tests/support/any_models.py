@@ -61,8 +61,7 @@ _BERTS += ("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-ro
 #: Fields without which a type has no causal attention in every layer. docs/models.md names them.
 CONDITIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_BERTS, _DECODER),
-    **dict.fromkeys(("lfm2", "lfm3", "minimax"), _FULL),
-    "lfm2_moe": _FULL,
+    **dict.fromkeys(("lfm3", "minimax"), _FULL),
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _NO_LAYER_TYPES: dict[str, Any] = {"layer_types": ...}
@@ -70,6 +69,7 @@ _NO_LAYER_TYPES: dict[str, Any] = {"layer_types": ...}
 _MORE: dict[str, dict[str, Any]] = {
     # Native. Other tests have their recurrent layers.
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _FULL),
+    "lfm2": _FULL,
     **dict.fromkeys(("bamba", "nemotron_h", "qwen4_exp", "recurrent_gemma", "zamba", "zamba2"), _NO_LAYER_TYPES),
     "blenderbot": {"decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_layers": 3},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}},
@@ -104,7 +104,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16},
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt_neo": {"attention_types": [[["global"], 3]]},
-    "lfm2_moe": {"num_dense_layers": 1},
+    "lfm2_moe": {**_FULL, "num_dense_layers": 1},
     "llama4_text": {"floor_scale": 8},
     "longcat_flash": {"ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},

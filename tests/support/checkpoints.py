@@ -37,6 +37,7 @@ _logging: Any = transformers.utils.logging
 _logging.disable_progress_bar()
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+CONVOLUTIONS = ("lfm2", "lfm2_moe")
 MAMBA2 = ("granitemoehybrid", "nemotron_h", "falcon_h1")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 FAMILIES: tuple[str, ...] = (
@@ -51,6 +52,7 @@ FAMILIES: tuple[str, ...] = (
     "glm4_moe",
     "minimax_m2",
     *RECURRENT,
+    *CONVOLUTIONS,
     *MAMBA2,
     *LATENT,
     "gemma4_text",
@@ -166,6 +168,22 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Qwen3_5MoeTextConfig,
         transformers.Qwen3_5MoeForCausalLM,
         {**_GATED_DELTA, "num_experts": 8, "num_experts_per_tok": 3, **_SHARED_EXPERT},
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        transformers.Lfm2ForCausalLM,
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": (
+        transformers.Lfm2MoeConfig,
+        transformers.Lfm2MoeForCausalLM,
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+        },
     ),
     "granitemoehybrid": (
         transformers.GraniteMoeHybridConfig,
@@ -325,7 +343,7 @@ def make_checkpoint(
     config.dtype = dtype
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        stored = ("correction_bias", "layer_scalar")
+        stored = ("correction_bias", "expert_bias", "layer_scalar")
         buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(stored))
         for name, parameter in (*model.named_parameters(), *buffers):
             noise = torch.randn(parameter.shape, generator=generator)

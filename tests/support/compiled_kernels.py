@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pdserve.model.attention_spec import AttentionSpec
-from runner.kernels import activation, gated_delta, gated_delta_chunks, norm, tiles
+from runner.kernels import activation, gated_delta, gated_delta_chunks, norm, short_conv, tiles
 from runner.kernels.attention import decode_attention, latents, prefill_attention
 from runner.kernels.experts import grouped_mxfp4, mxfp4_words
 from runner.kernels.four_bits import grouped, products
@@ -86,12 +86,13 @@ def attention(window: int) -> str:
 
 
 def delta(name: str) -> str:
-    """Return the code of a kernel of gated delta nets, or of one beside them, for Qwen3-Next's heads."""
+    """Return the code of a kernel of recurrent layers, for Qwen3-Next's heads or LFM2's channels."""
     heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
     convolve = {**heads, "CHANNELS": 8192, "WIDTH": 4, "BLOCK_DIM": 128, "ALIGNMENT": 16}
     chunks = {**heads, "BLOCK_KEY": 128, "BLOCK_VALUE": 128, "CHUNK": 64, "DOT": tl.bfloat16, "PRECISION": "tf32"}
     rule = {"BLOCK_KEY": 128, "BLOCK_VALUE": 8, "SNAPSHOTS": True, "HAS_DRAFTS": True, "HAS_OUT": True, "num_warps": 1}
     history = {"CHANNELS": 8192, "WIDTH": 4, "BLOCK": 512, "SNAPSHOTS": True, "HAS_DRAFTS": True}
+    short = {"CHANNELS": 2048, "WIDTH": 3, "BLOCK": 128, "TOKENS": 16, "HAS_BIAS": True}
     kernel, options = {
         "decodes": (gated_delta._convolve_singles_kernel, convolve),
         "prompts": (gated_delta._convolve_kernel, {**convolve, "TOKENS": 16, "TILES": 4, "maxnreg": 128}),
@@ -103,6 +104,7 @@ def delta(name: str) -> str:
         ),
         "invert": (gated_delta_chunks._invert_kernel, {**chunks, "maxnreg": 168}),
         "advance": (gated_delta_chunks._advance_kernel, {**chunks, "TILE_VALUES": 32, "STAGES": 3}),
+        "short": (short_conv._short_conv_kernel, short),
         "norm": (norm._gated_norm_kernel, {"HEADS": 32, "SIZE": 128, "BLOCK": 128, "BLOCK_HEADS": 8}),
         "sigmoid": (activation._sigmoid_and_mul_kernel, {"SIZE": 4096, "BLOCK": 1024}),
     }[name]

@@ -57,6 +57,9 @@ _VISION["glm4v_moe"] = {
     "image_size": 28,
     "out_hidden_size": 64,
 }
+_VISION["qwen2_5_vl"] = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "patch_size": 14}  # fmt: skip
 _VISION["internvl"] = {
     "model_type": "internvl_vision",
     "hidden_size": 32,
@@ -324,6 +327,26 @@ def internvl(path: Path) -> Published:
     return _multimodal(path, _internvl(text), tied=False)
 
 
+def qwen2_5_vl(path: Path) -> Published:
+    """Like Qwen2.5-VL-7B-Instruct: the text model's fields lie beside the whole's, by the first names."""
+    sizes = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+    config = {**sizes, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+              "bos_token_id": 1, "eos_token_id": 2, "image_token_id": 155, "max_position_embeddings": 4096,
+              "max_window_layers": 2, "rms_norm_eps": 1e-06,
+              "rope_scaling": {"mrope_section": [2, 3, 3], "type": "mrope"}, "rope_theta": 1000000.0,
+              "sliding_window": 64, "tie_word_embeddings": False, "use_sliding_window": False,
+              "vision_end_token_id": 157, "vision_start_token_id": 156, "vision_token_id": 158,
+              "vocab_size": 160}  # fmt: skip
+    plain = _multimodal(path, config, tied=False, new_names=True)
+    names = {"model.language_model.": "model.", "model.visual.": "visual."}
+    file = plain.checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    for new, old in names.items():
+        tensors = {name.replace(new, old): tensor for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
+    return plain
+
+
 def internvl_moe(path: Path) -> Published:
     """Like InternVL3.5-30B-A3B-HF: Qwen3 with experts."""
     text = {**_SIZES, "model_type": "qwen3_moe", "decoder_sparse_step": 1, "max_position_embeddings": 4096,
@@ -466,6 +489,7 @@ FORMS: dict[str, Callable[[Path], Published]] = {
     "Kimi-K2.5": kimi_k2_5,
     "GLM-4.5V": glm_4_5v,
     "EXAONE-4.5": exaone_4_5,
+    "Qwen2.5-VL": qwen2_5_vl,
     "InternVL3": internvl,
     "InternVL3.5 with experts": internvl_moe,
     "LLaVA 1.5": llava,

@@ -692,8 +692,8 @@ PUBLISHED: dict[str, PublishedConfig] = {
     ),
     "LFM2-1.2B": PublishedConfig(
         _causal("Lfm2ForCausalLM", "lfm2", block_auto_adjust_ff_dim=True, block_ff_dim=128, block_dim=64,
-                conv_L_cache=3, conv_bias=False, full_attn_idxs=[2], num_heads=4, use_pos_enc=True),
-        "short convolutions",
+                block_ffn_dim_multiplier=1.0, block_multiple_of=32, conv_L_cache=3, conv_bias=False,
+                full_attn_idxs=[2], norm_eps=1e-05, num_heads=4, tie_embedding=True, use_pos_enc=True),
     ),
     "granite-4.0-h-small": PublishedConfig(
         _causal("GraniteMoeHybridForCausalLM", "granitemoehybrid", layer_types=["mamba", "mamba", "mamba", "attention"],
@@ -753,7 +753,6 @@ PUBLISHED: dict[str, PublishedConfig] = {
                 rope_scaling={"mrope_section": [2, 3, 3], "type": "mrope"}, sliding_window=32768,
                 use_sliding_window=False, vision_config={"depth": 1, "hidden_size": 32, "model_type": "qwen2_5_vl"},
                 vision_start_token_id=152, vision_end_token_id=153, vision_token_id=154),
-        "is no causal language model of transformers; of multimodal ones, text is served for",
     ),
     "gpt-j-6b": PublishedConfig(
         {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 64, "n_head": 4, "n_inner": None,

@@ -279,6 +279,35 @@ def _qwen3_next(numbers: random.Random, fields: Fields) -> Fields:
     }
 
 
+def _lfm2(numbers: random.Random, fields: Fields) -> Fields:
+    kinds = ["conv", "full_attention", *(["conv"] * numbers.randrange(3))]
+    numbers.shuffle(kinds)
+    return {
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "conv_bias": numbers.choice(_BOOLEANS),
+        "conv_L_cache": numbers.choice((2, 3, 4)),
+        "norm_eps": numbers.choice((1e-5, 1e-3)),
+        "block_auto_adjust_ff_dim": numbers.choice(_BOOLEANS),
+        "block_multiple_of": numbers.choice((8, 32)),
+        "block_ffn_dim_multiplier": numbers.choice((1.0, 1.25)),
+    }
+
+
+def _lfm2_moe(numbers: random.Random, fields: Fields) -> Fields:
+    shared = ("num_hidden_layers", "layer_types", "conv_bias", "conv_L_cache", "norm_eps")
+    drawn = _lfm2(numbers, fields)
+    return {
+        **{name: drawn[name] for name in shared},
+        **_experts(numbers, "num_experts"),
+        "moe_intermediate_size": numbers.choice((16, 48)),
+        "num_dense_layers": numbers.randrange(3),
+        "norm_topk_prob": numbers.choice(_BOOLEANS),
+        "use_expert_bias": numbers.choice(_BOOLEANS),
+        "routed_scaling_factor": numbers.choice((1.0, 2.5)),
+    }
+
+
 def _latent(numbers: random.Random, fields: Fields) -> Fields:
     rope = numbers.choice((8, 16, 16, 32))
     return {
@@ -474,6 +503,8 @@ _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _recurrent,
     "qwen3_5_moe_text": _recurrent_moe,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite4,
     "nemotron_h": _nemotron_h,
     "falcon_h1": _falcon_h1,

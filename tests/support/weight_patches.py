@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": ("minimax_m2", {"num_hidden_layers": 2}),
     "qwen3-next": ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"] * 2, "num_hidden_layers": 4}),
     "qwen3.5": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"] * 2, "num_hidden_layers": 4}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "num_hidden_layers": 2}),
     "deepseek-v3": ("deepseek_v3", {"num_hidden_layers": 2}),
     "mixtral": ("mixtral", {"num_hidden_layers": 2}),

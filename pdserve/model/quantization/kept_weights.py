@@ -16,16 +16,24 @@ from pdserve.model.quantization.weight_formats import storage_rules
 #: Names of linear layers and experts in native families; Mixtral's experts have the last three.
 _PROJECTIONS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 _GATED_DELTA = tuple(f".{name}.weight" for name in ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj"))
+_SHORT_CONV = (".in_proj.weight",)  # its output projection has the name of gated delta nets
 _LATENT = ".q_a_proj.weight", ".q_b_proj.weight", ".kv_a_proj_with_mqa.weight"
-_LINEARS = *_PROJECTIONS, *_GATED_DELTA, *_LATENT, ".w1.weight", ".w2.weight", ".w3.weight"
+_LINEARS = *_PROJECTIONS, *_GATED_DELTA, *_SHORT_CONV, *_LATENT, ".w1.weight", ".w2.weight", ".w3.weight"
 FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # as transformers 5 saves experts
 
 #: Projections that a layer may have, outside of its experts.
 LINEAR_PARTS = tuple(
-    name.removeprefix(".").removesuffix(".weight") for name in (*_PROJECTIONS, *_GATED_DELTA, *_LATENT)
+    name.removeprefix(".").removesuffix(".weight") for name in (*_PROJECTIONS, *_GATED_DELTA, *_SHORT_CONV, *_LATENT)
 )
 EXPERTS = "experts"
 HEAD = "lm_head"
+#: Projections of LFM2 by the end of their names, and what other families call them.
+_OTHER_NAMES = {
+    "self_attn.out_proj": "o_proj",
+    "feed_forward.w1": "gate_proj",
+    "feed_forward.w2": "down_proj",
+    "feed_forward.w3": "up_proj",
+}
 NO_LAYER = -1  # the head's
 
 #: Projections of the same inputs, which are one product if they have one form, by the name of the product.
@@ -98,7 +106,8 @@ def layer_part(name: str, num_layers: int, predictor: str) -> tuple[int, str] | 
         return None
     if is_fused or ".experts." in name:
         return layer, EXPERTS
-    return layer, name.split(".")[-2]
+    *_, module, part, _ = name.split(".")
+    return layer, _OTHER_NAMES.get(f"{module}.{part}", part)
 
 
 def form_of(weight: QuantizedWeight) -> LayerForm | None:

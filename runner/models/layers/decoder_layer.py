@@ -17,9 +17,11 @@ from runner.models.layers.latent_attention import LatentAttention
 from runner.models.layers.mamba2 import Mamba2Mixer
 from runner.models.layers.mlp import MLPBlock
 from runner.models.layers.norm_weight import NormWeight
+from runner.models.layers.short_convolution import ShortConvolution
 from runner.models.layers.weight_shard import WeightShards, prefixed
 
-Mixer = Attention | LatentAttention | GatedDeltaNet | Mamba2Mixer | ParallelMixers  # mixes the tokens of a layer
+# Mixes the tokens of a layer.
+Mixer = Attention | LatentAttention | GatedDeltaNet | ShortConvolution | Mamba2Mixer | ParallelMixers
 
 
 class RMSNorm:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.kv.states import GatedDeltaSpec
 from runner.attention import AttentionBackend
+from runner.attention.gated_delta import GatedDelta
 from runner.batch import Activations, GatedDeltaWeights, RotaryCosSin
 from runner.models.layers.context import ModelContext
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
@@ -37,7 +38,7 @@ class GatedDeltaNet:
         config = context.config
         position = context.position
         placement = context.placement
-        assert config.state is not None
+        assert isinstance(config.state, GatedDeltaSpec)
         self._layer = layer
         self._ops = context.ops
         self._rows = rows = _ShardRows(config.state, position.shard, position.parallel.tp)
@@ -71,7 +72,7 @@ class GatedDeltaNet:
         qkvz = self._qkvz.apply(x)
         mixed = qkvz[:, : self._channels]
         gates = qkvz[:, self._channels :]
-        assert backend.recurrent is not None
+        assert isinstance(backend.recurrent, GatedDelta)
         out = backend.recurrent.run(self._layer, mixed, self._ba.apply(x), self._weights)
         return self._ops.gated_rms_norm(out, gates, self._norm)
 

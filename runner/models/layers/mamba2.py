@@ -17,6 +17,7 @@ from torch import Tensor
 from pdserve.kv.states import Mamba2Spec
 from pdserve.model.mamba2 import Mamba2Config
 from runner.attention import AttentionBackend
+from runner.attention.gated_delta import GatedDelta
 from runner.batch import Activations, Mamba2Weights, RotaryCosSin
 from runner.models.layers.context import ModelContext
 from runner.models.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
@@ -71,7 +72,7 @@ class Mamba2Mixer:
         if self._input_scales is not None:
             projected = projected * self._input_scales
         mixed, gates, steps = projected.split([spec.channels, spec.out_inputs, spec.value_heads], dim=1)
-        assert backend.recurrent is not None
+        assert isinstance(backend.recurrent, GatedDelta)
         out = backend.recurrent.run(self._layer, mixed, steps, self._weights)
         gate_first = self._mamba2.norm == "behind gate"
         return self._ops.grouped_gated_norm(out.flatten(1), gates, self._norm, spec.key_heads, gate_first)

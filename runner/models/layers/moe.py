@@ -76,6 +76,8 @@ class MixtureOfExperts:
     shards, which the next norm takes anyway, adds them up.
     """
 
+    router_class = Router
+
     def __init__(self, context: ModelContext, make_shared: Callable[[ModelContext, int], MLPBlock] = MLP) -> None:
         """Experts with biases are ``BiasedExperts``; others have the form of their layer.
 
@@ -85,7 +87,7 @@ class MixtureOfExperts:
         placement = context.placement
         moe = config.moe
         assert moe is not None
-        self._router = Router(moe, config.hidden_size, placement)
+        self._router = self.router_class(moe, config.hidden_size, placement)
         position = context.position
         size = moe.intermediate_size
         inner = ShardRange.even(size, position) if position.parallel.ep == 1 else ShardRange.full(size)
