@@ -137,6 +137,16 @@ class GatedDeltaWeights:
     conv: Tensor  # [conv_width, channels]: a program reads channels that lie one after the other
     a_log: Tensor  # [value_heads] float32
     dt_bias: Tensor  # [value_heads] float32
+    conv_bias: Tensor | None = None  # [channels] float32; None: the convolution has no bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Weights(GatedDeltaWeights):
+    """Weights of a Mamba2 mixer that its recurrent part reads, of a rank. Its heads are value heads."""
+
+    skip: Tensor  # [value_heads] float32: D, the part of a value that goes to the output as it is
+    least_step: float
+    most_step: float  # may be infinite
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             fields["full_elements"] = sum(full)
         if state := model.state:
             kv_layers = len(model.kv_layers)
-            fields |= {"num_kv_layers": kv_layers, "state_bytes": (model.num_layers - kv_layers) * state.layer_bytes}
+            fields |= {"num_kv_layers": kv_layers, "state_bytes": model.num_recurrent * state.layer_bytes}
         return cls(**fields, kv_cache_dtype=FP8_E4M3 if kv_cache_dtype in (FP8_E4M3, "fp8") else "auto")
 
     @property

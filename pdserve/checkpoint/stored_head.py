@@ -11,7 +11,7 @@ from pdserve.checkpoint.safetensors_header import Tensor
 from pdserve.checkpoint.weight_files import read_headers
 from pdserve.errors import CheckpointError
 
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.embeddings.weight", "backbone.embeddings.weight")  # names in use
 _HEAD = "lm_head."  # prefix of the weight, and of the parts of a quantized one
 _CHUNK = 4 << 20  # bytes
 
@@ -30,10 +30,10 @@ def has_other_head(model_dir: Path) -> bool:
         name: _Stored(path, tensor)
         for path, tensors in read_headers(model_dir).items()
         for name, tensor in tensors.items()
-        if name == _EMBEDDING or name.startswith(_HEAD)
+        if name in _EMBEDDINGS or name.startswith(_HEAD)
     }
-    embedding = stored.pop(_EMBEDDING, None)
-    return embedding is not None and any(not _equal(embedding, head) for head in stored.values())
+    embeddings = [stored.pop(name) for name in _EMBEDDINGS if name in stored]
+    return bool(embeddings) and any(not _equal(embeddings[0], head) for head in stored.values())
 
 
 def _equal(one: _Stored, other: _Stored) -> bool:

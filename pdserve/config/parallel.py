@@ -72,7 +72,7 @@ class ParallelConfig(msgspec.Struct, frozen=True):
         """Return each rank's part of the recurrent state of ``model``; empty if it has none."""
         if model.state is None:
             return ()
-        counts = [layers - kv for layers, kv in zip(self.stage_layers, self.kv_layers(model), strict=True)]
+        counts = self.recurrent_layers(model)
         positions = (self.position(rank) for rank in range(self.num_ranks))
         return tuple(
             StateShare(sum(counts[: position.stage]), counts[position.stage], sum(counts), position.shard, self.tp)
@@ -82,6 +82,11 @@ class ParallelConfig(msgspec.Struct, frozen=True):
     def kv_layers(self, model: ModelConfig) -> tuple[int, ...]:
         """Return the number of layers with a KV cache in each stage, without draft layers."""
         return tuple(model.kv_layers_in(self.position(stage * self.tp).layers) for stage in range(self.pp))
+
+    def recurrent_layers(self, model: ModelConfig) -> tuple[int, ...]:
+        """Return the number of layers with a recurrent state in each stage."""
+        stages = (self.position(stage * self.tp).layers for stage in range(self.pp))
+        return tuple(sum(map(model.is_recurrent, layers)) for layers in stages)
 
 
 class RankPosition(msgspec.Struct, frozen=True):
@@ -174,14 +179,16 @@ def _check_kinds(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError unless each stage of a model with recurrent layers has one, and a layer that attends."""
     if model.state is None:
         return
-    for stage, (count, kv) in enumerate(zip(parallel.stage_layers, parallel.kv_layers(model), strict=True)):
-        if kv in (0, count):
+    counts = zip(parallel.recurrent_layers(model), parallel.kv_layers(model), strict=True)
+    for stage, (recurrent, kv) in enumerate(counts):
+        if not (recurrent and kv):
             kind = "that attends" if kv == 0 else "with recurrent state"
             layers = parallel.position(stage * parallel.tp).layers
             attending = ", ".join(map(str, model.kv_layers[:8])) + (" …" if len(model.kv_layers) > 8 else "")
+            others = "others may be recurrent" if model.attends else "the others are recurrent"
             raise ConfigError(
                 f"stage {stage} has layers {layers.start} … {layers[-1]} and none {kind}; each stage needs both kinds. "
-                f"Layers {attending} attend, the others are recurrent: choose --stage-layers so, or a smaller --pp"
+                f"Layers {attending} attend, {others}: choose --stage-layers so, or a smaller --pp"
             )
 
 
@@ -212,13 +219,14 @@ def shard_of(model: ModelConfig, position: RankPosition) -> ModelConfig:
         attention=_attention_of(model, layers, num_drafting),
         kv_heads=_heads_of(model, position, num_drafting),
         recurrent=model.recurrent[layers.start : layers.stop],
+        attends=model.attends[layers.start : layers.stop],
         state=None if model.state is None else model.state.split(tp),
     )
 
 
 def _attention_of(model: ModelConfig, layers: range, num_drafting: int) -> tuple[AttentionSpec, ...]:
-    first = sum(not model.is_recurrent(layer) for layer in range(layers.start))
-    count = sum(not model.is_recurrent(layer) for layer in layers)
+    first = sum(map(model.is_attending, range(layers.start)))
+    count = sum(map(model.is_attending, layers))
     return model.attention[first : first + count + num_drafting]
 
 
@@ -294,7 +302,9 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
         num_tables += 1  # the embedding
     tables = num_tables * len(vocabulary_of(model, position)) * mine.hidden_size
     tables += head + mine.num_draft_layers * 2 * mine.hidden_size**2  # projections of embeddings and hidden states
-    dense = 3 * mine.hidden_size * mine.intermediate_size
+    factors = 3 if model.has_gates else 2  # weight matrices of an MLP or expert
+    dense = factors * mine.hidden_size * mine.intermediate_size
+    num_mlps = sum(map(model.has_mlp, layers))
     moe = mine.moe
     if mine.gemma4 is not None and (size := mine.gemma4.size_per_layer):
         mixers += len(layers) * 3 * mine.hidden_size * size
@@ -302,12 +312,12 @@ def _parameters(model: ModelConfig, position: RankPosition, active: bool = False
     if mine.gemma4 is not None and mine.gemma4.wide_mlp:
         mixers += sum(not model.has_kv(layer) for layer in layers) * dense
     if moe is None or model.moe is None:
-        return mixers + len(layers) * dense, 0, tables
-    num_dense = sum(model.moe.is_dense(layer) for layer in layers)
-    num_moe = len(layers) - num_dense
+        return mixers + num_mlps * dense, 0, tables
+    num_moe = sum(not model.moe.is_dense(layer) for layer in layers)
+    num_dense = num_mlps - num_moe
     used = min(moe.top_k, moe.num_experts) if active else moe.num_experts
-    expert = 3 * mine.hidden_size * moe.intermediate_size
-    shared = 3 * mine.hidden_size * moe.shared_intermediate_size
+    expert = factors * mine.hidden_size * moe.intermediate_size
+    shared = factors * mine.hidden_size * moe.shared_intermediate_size
     routers = num_moe * model.moe.num_experts * mine.hidden_size
     linear = mixers + num_dense * dense + num_moe * shared
     return linear, num_moe * used * expert, tables + routers
@@ -335,7 +345,7 @@ def _mixer_parameters(mine: ModelConfig) -> int:
     attention = kv_layers * mine.hidden_size * mine.head_dim * heads
     if (state := mine.state) is None:
         return attention
-    return attention + (mine.num_layers - len(mine.kv_layers)) * state.num_weights(mine.hidden_size)
+    return attention + mine.num_recurrent * state.num_weights(mine.hidden_size)
 
 
 def _unlike_heads_parameters(mine: ModelConfig) -> int:

@@ -4,7 +4,7 @@ A rank has one allocation of ``num_slots`` slots. A slot holds the state of one 
 recurrent layers of the rank:
 
     slot s   bytes s * slot_bytes … of the allocation
-    layer l  bytes l * layer_bytes … of the slot: the state of the delta rule, if it has one, then the convolution's
+    layer l  bytes l * layer_bytes … of the slot: the delta rule's or state space, if any, then the convolution's
 
 Each step overwrites the state, unlike KV. So only the rank that computes a sequence writes to its slot, and a peer
 reads, or a prefix hit copies, a slot that no step writes to.
@@ -35,32 +35,35 @@ def handoff_position(num_tokens: int, num_choices: int, block_size: int) -> int:
     return boundary if num_choices > 1 and boundary else num_tokens
 
 
-class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
-    """State of one gated delta net (arXiv:2412.06464) with a short convolution before it, per sequence.
+class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one recurrent layer keeps per sequence.
 
-    delta  [value_heads, value_dim, key_dim] float32
-    conv   [channels, conv_width - 1] of ``dtype``: the last inputs of the convolution, the oldest first
+    conv   [channels, conv_width - 1] of ``dtype``: the last inputs of its short convolution, the oldest first
+
+    A kind of state is a subclass with a tag, and an entry of ``AnyStateSpec``. All else asks the spec: sizes, digests,
+    the compatibility hash, and the messages between nodes, which hold its fields by name.
     """
 
-    key_heads: int  # the model's; in a layout, the rank's
-    value_heads: int
-    key_dim: int  # elements of a head
-    value_dim: int
     conv_width: int  # tokens that the convolution sees
     dtype: str  # dtype of the convolution's inputs; a key of DTYPE_BYTES
 
     @property
-    def channels(self) -> int:
-        """Inputs of the convolution: queries, keys and values, in this order."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        """Channels of the parts of the convolution, in order; tensor shards divide each part."""
+        raise NotImplementedError
 
     @property
     def delta_bytes(self) -> int:
-        return _aligned(4 * self.value_heads * self.value_dim * self.key_dim)
+        """Bytes before the convolution's: 0 if the layer keeps nothing else."""
+        return 0
 
     @property
     def conv_bytes(self) -> int:
-        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BYTES[self.dtype])
+        return _aligned(sum(self.conv_parts) * (self.conv_width - 1) * DTYPE_BYTES[self.dtype])
 
     @property
     def layer_bytes(self) -> int:
@@ -68,12 +71,55 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
 
     @property
     def compat_fields(self) -> dict[str, str]:
-        """Name and value of what must be equal on both sides of a handoff; heads are the model's."""
-        return {"state": "gated_delta"} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
+        """Name and value of what must be equal on both sides of a handoff; heads and channels are the model's."""
+        return {"state": self.kind} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
 
     @property
     def divisible(self) -> tuple[str, int]:
         """What tensor shards divide evenly, in words, and its number."""
+        raise NotImplementedError
+
+    @property
+    def out_inputs(self) -> int:
+        """Inputs of the output projection."""
+        raise NotImplementedError
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Count the weights of a layer's projections."""
+        raise NotImplementedError
+
+    def split(self, shards: int) -> Self:
+        """Return the spec of one of ``shards`` tensor shards, which ``divisible`` is a multiple of."""
+        raise NotImplementedError
+
+
+class GatedDeltaSpec(StateSpec, frozen=True, tag="gated_delta"):
+    """State of one gated delta net (arXiv:2412.06464) with a short convolution before it, per sequence.
+
+    delta  [value_heads, value_dim, key_dim] float32
+    """
+
+    key_heads: int  # the model's; in a layout, the rank's
+    value_heads: int
+    key_dim: int  # elements of a head
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Inputs of the convolution: queries, keys and values, in this order."""
+        return sum(self.conv_parts)
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.out_inputs
+
+    @property
+    def delta_bytes(self) -> int:
+        return _aligned(4 * self.value_heads * self.value_dim * self.key_dim)
+
+    @property
+    def divisible(self) -> tuple[str, int]:
         return "key heads of recurrent layers", self.key_heads
 
     @property
@@ -81,14 +127,7 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
         """Inputs of the output projection: the values of all heads."""
         return self.value_heads * self.value_dim
 
-    @property
-    def conv_parts(self) -> tuple[int, ...]:
-        """Channels of the parts that tensor shards divide one by one: queries, keys, values."""
-        keys = self.key_heads * self.key_dim
-        return keys, keys, self.out_inputs
-
     def num_weights(self, hidden_size: int) -> int:
-        """Count the weights of a layer's projections."""
         gates = self.out_inputs
         betas_and_decays = 2 * self.value_heads
         return hidden_size * (self.channels + gates + betas_and_decays + self.out_inputs)
@@ -99,48 +138,41 @@ class GatedDeltaSpec(msgspec.Struct, frozen=True, tag="gated_delta"):
         return msgspec.structs.replace(self, key_heads=self.key_heads // shards, value_heads=self.value_heads // shards)
 
 
-class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
-    """State of one gated short convolution (LFM2) per sequence: its last inputs.
+class Mamba2Spec(GatedDeltaSpec, frozen=True, tag="mamba2"):
+    """State of one Mamba2 mixer (arXiv:2405.21060) with a short convolution before it, per sequence.
 
-    conv   [channels, conv_width - 1] of ``dtype``, the oldest first
+    delta  [value_heads, value_dim, key_dim] float32: the state space
+
+    Names are those of linear attention, which the paper shows it to be: C are queries, B keys, inputs x values. A group
+    that shares B and C is a key head, and ``key_dim`` is the size of the state of each value.
     """
-
-    channels: int  # the model's; in a layout, the rank's
-    conv_width: int  # tokens that the convolution sees
-    dtype: str  # a key of DTYPE_BYTES
-
-    @property
-    def delta_bytes(self) -> int:
-        """Return 0: there is no delta rule."""
-        return 0
-
-    @property
-    def conv_bytes(self) -> int:
-        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BYTES[self.dtype])
-
-    @property
-    def layer_bytes(self) -> int:
-        return self.conv_bytes
-
-    @property
-    def compat_fields(self) -> dict[str, str]:
-        """Name and value of what must be equal on both sides of a handoff; channels are the model's."""
-        return {"state": "short_conv"} | {f"state_{name}": str(v) for name, v in msgspec.structs.asdict(self).items()}
 
     @property
     def divisible(self) -> tuple[str, int]:
-        """What tensor shards divide evenly, in words, and its number."""
+        return "groups of Mamba2 layers", self.key_heads
+
+    def num_weights(self, hidden_size: int) -> int:
+        gates = self.out_inputs
+        steps = self.value_heads
+        return hidden_size * (self.channels + gates + steps + self.out_inputs)
+
+
+class ShortConvSpec(StateSpec, frozen=True, tag="short_conv"):
+    """State of one gated short convolution (LFM2) per sequence: its last inputs."""
+
+    channels: int  # the model's; in a layout, the rank's
+
+    @property
+    def conv_parts(self) -> tuple[int, ...]:
+        return (self.channels,)
+
+    @property
+    def divisible(self) -> tuple[str, int]:
         return "channels of short convolutions", self.channels
 
     @property
     def out_inputs(self) -> int:
-        """Inputs of the output projection."""
         return self.channels
-
-    @property
-    def conv_parts(self) -> tuple[int, ...]:
-        """Channels of the one part that tensor shards divide."""
-        return (self.channels,)
 
     def num_weights(self, hidden_size: int) -> int:
         """Count the weights of a layer's projections: two gates and inputs, and the output."""
@@ -152,7 +184,7 @@ class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
         return msgspec.structs.replace(self, channels=self.channels // shards)
 
 
-StateSpec = GatedDeltaSpec | ShortConvSpec
+AnyStateSpec = GatedDeltaSpec | Mamba2Spec | ShortConvSpec  # msgspec decodes each by its tag
 
 
 class StateLayout(msgspec.Struct, frozen=True):
@@ -160,7 +192,7 @@ class StateLayout(msgspec.Struct, frozen=True):
 
     num_slots: int
     num_layers: int  # recurrent layers of the rank
-    spec: StateSpec
+    spec: AnyStateSpec
 
     @property
     def slot_bytes(self) -> int:

@@ -13,8 +13,8 @@ import msgspec
 
 from pdserve.errors import shown
 from pdserve.kv.groups import KVHeads
-from pdserve.kv.states import StateSpec
-from pdserve.model import gemma4, lfm2
+from pdserve.kv.states import AnyStateSpec
+from pdserve.model import gemma4, lfm2, mamba2
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.kv_heads import gemma4_windows
 from pdserve.model.moe import (
@@ -159,7 +159,7 @@ class DecoderFamily(msgspec.Struct, frozen=True, kw_only=True):
     has_sinks: bool = False  # attention has sinks
     rename: Callable[[ConfigFields], None] | None = None  # writes fields of config.json under their usual names
     recurrent: Callable[[ConfigFields, int], tuple[bool, ...]] | None = None  # whether each layer is; None: none is
-    state: Callable[[ConfigFields, str], StateSpec] = read_gated_delta  # what recurrent layers keep, in a dtype
+    state: Callable[[ConfigFields, str], AnyStateSpec] = read_gated_delta  # what recurrent layers keep, in a dtype
     has_output_gate: bool = False  # attention output is gated
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     has_latents: bool = False  # MLA: the KV cache keeps a latent of each token in place of keys and values
@@ -373,6 +373,73 @@ FAMILIES: dict[str, DecoderFamily] = {
         partial_rotary=True,
         moe=qwen3_5_moe,
         v2_figures=_STATES_AND_LATENTS,
+    ),
+    "GraniteMoeHybridForCausalLM": DecoderFamily(
+        module="granitemoehybrid",
+        defaults={
+            "num_attention_heads": 32,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+        },
+        windows=no_windows,
+        recurrent=mamba2.granite_layers,
+        state=mamba2.granite_state,
+        complete=mamba2.granite,
+    ),
+    "NemotronHForCausalLM": DecoderFamily(
+        module="nemotron_h",
+        defaults={
+            "vocab_size": 131_072,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21_504,
+            "max_position_embeddings": 4096,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "time_step_min": 0.001,
+            "use_conv_bias": True,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        rename=mamba2.rename_nemotron,
+        windows=no_windows,
+        recurrent=mamba2.nemotron_layers,
+        state=mamba2.nemotron_state,
+        complete=mamba2.nemotron,
+    ),
+    "FalconH1ForCausalLM": DecoderFamily(
+        module="falcon_h1",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_norm_before_gate": True,
+        },
+        windows=no_windows,
+        recurrent=mamba2.every_layer,
+        state=mamba2.falcon_state,
+        complete=mamba2.falcon,
     ),
     "Lfm2ForCausalLM": DecoderFamily(
         module="lfm2",

@@ -14,7 +14,7 @@ from pdserve.checkpoint.weight_files import most_stored_dtype, read_headers
 from pdserve.errors import CheckpointError, shown
 from pdserve.kv.groups import KVCacheGroups, KVHeads, cut_into_groups
 from pdserve.kv.layout import AnyKVCacheSpec, FullAttentionSpec, LatentSpec
-from pdserve.kv.states import StateSpec
+from pdserve.kv.states import AnyStateSpec
 from pdserve.model.attention_spec import AttentionSpec
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.eagle3 import Eagle3Config, TargetSizes
@@ -29,6 +29,7 @@ from pdserve.model.from_transformers.any_decoder import (
 )
 from pdserve.model.gemma4 import Gemma4Config
 from pdserve.model.latent import LatentConfig, read_latent
+from pdserve.model.mamba2 import Mamba2Config
 from pdserve.model.moe import MoEConfig
 from pdserve.model.quantization.kept_weights import HEAD, layer_part
 from pdserve.model.quantization.layer_form import LayerForm
@@ -76,7 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention: tuple[AttentionSpec, ...] = ()  # one spec per layer that attends
     windows: tuple[int | None, ...] = ()  # tokens, per layer of a transformers model; None: all tokens
     recurrent: tuple[bool, ...] = ()  # per layer, whether it keeps a state instead of attending; empty: no layer does
-    state: StateSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
+    state: AnyStateSpec | None = None  # state per recurrent layer, in the checkpoint's dtype; None: no such layer
     has_output_gate: bool = False  # the output of attention is multiplied by the sigmoid of a part of q_proj
     centered_norms: bool = False  # RMS norms scale by 1 + weight
     weight_format: str = UNQUANTIZED  # format of linear layers in the checkpoint, a key of WEIGHT_FORMATS
@@ -97,6 +98,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     multimodal: str = ""  # architecture of the multimodal checkpoint around this text model; "": text only
     kv_heads: tuple[KVHeads, ...] = ()  # heads per layer with a KV cache; empty: all have num_kv_heads and head_dim
     gemma4: Gemma4Config | None = None  # None: another family, or not native
+    mamba2: Mamba2Config | None = None  # None: another family, or not native
+    attends: tuple[bool, ...] = ()  # per layer, whether it attends; empty: those that are not recurrent do
     kv_sources: tuple[int, ...] = ()  # the layer whose KV each layer reads: itself, or an earlier one; empty: itself
     conv_bias: bool = False  # short convolutions and their projections have biases
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
@@ -141,7 +144,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     def has_kv(self, layer: int) -> bool:
         """Whether a layer has a KV cache of its own."""
-        return not self.is_recurrent(layer) and (not self.kv_sources or self.kv_sources[layer] == layer)
+        return self.is_attending(layer) and (not self.kv_sources or self.kv_sources[layer] == layer)
+
+    def is_attending(self, layer: int) -> bool:
+        return self.attends[layer] if self.attends else not self.is_recurrent(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts; draft layers have."""
+        blocks = "" if self.mamba2 is None else self.mamba2.blocks
+        return not blocks[layer : layer + 1].strip("-E")
 
     @property
     def kv_places(self) -> tuple[int, ...]:
@@ -159,11 +170,20 @@ class ModelConfig(msgspec.Struct, frozen=True):
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent) and self.recurrent[layer]
 
+    @property
+    def num_recurrent(self) -> int:
+        return sum(self.recurrent)
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether MLPs and experts have gates; else they are down(relu(up(x))²)."""
+        return self.mamba2 is None or not self.mamba2.blocks
+
     def kv_layers_in(self, layers: range) -> int:
-        """Count those of ``layers`` that have a KV cache; the others have a recurrent state or read another's."""
+        """Count those of ``layers`` that have a KV cache."""
         return sum(self.has_kv(layer) for layer in layers)
 
-    def state_spec(self, dtype: str) -> StateSpec | None:
+    def state_spec(self, dtype: str) -> AnyStateSpec | None:
         """Return what each recurrent layer keeps per sequence on a node that serves in ``dtype``."""
         return None if self.state is None else msgspec.structs.replace(self.state, dtype=dtype)
 

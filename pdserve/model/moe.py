@@ -172,6 +172,29 @@ def gpt_oss(fields: ConfigFields, num_layers: int) -> MoEConfig:
     )
 
 
+def granite_moe(fields: ConfigFields, num_layers: int) -> MoEConfig:
+    """Return softmax over the chosen experts, as gpt-oss has it, beside a shared MLP."""
+    shared = fields.integer("shared_intermediate_size")
+    sizes = _sizes(fields, "intermediate_size")
+    return _checked(fields, MoEConfig(**sizes, shared_intermediate_size=shared))
+
+
+def nemotron_moe(fields: ConfigFields, dense_layers: tuple[int, ...]) -> MoEConfig:
+    """Return GLM-4.5's routing with a shared expert of a size of its own."""
+    config = MoEConfig(
+        **_sizes(fields, "moe_intermediate_size"),
+        shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
+        scoring="sigmoid",
+        renormalize=fields.flag("norm_topk_prob"),
+        has_correction_bias=True,
+        num_expert_group=fields.integer("n_group", 1),
+        topk_group=fields.integer("topk_group", 1),
+        routed_scaling_factor=fields.number("routed_scaling_factor", 1.0, 1e-6, 1e6),
+        dense_layers=dense_layers,
+    )
+    return _checked(fields, config)
+
+
 def _first_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     return tuple(range(min(fields.integer("first_k_dense_replace", 1, least=0), num_layers)))
 

@@ -11,7 +11,7 @@ from pdserve.model.config_fields import LARGEST, REMEDY, ConfigFields
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
-    """Rotary embedding: ``rope_type`` is default, linear, dynamic, yarn or llama3; ``params`` holds its numbers."""
+    """Rotary embedding: ``rope_type`` is default, linear, dynamic, yarn, llama3 or none; ``params``: its numbers."""
 
     theta: float
     rope_type: str = "default"
@@ -19,6 +19,8 @@ class RopeConfig(msgspec.Struct, frozen=True):
     rotary_dim: int = 0  # values of each head that are rotated, from its first; 0: all
     query_beta: float = 0.0  # queries are scaled by 1 + query_beta * log(1 + position // trained positions)
 
+
+NO_ROPE = RopeConfig(theta=10_000.0, rope_type="none")  # attention without positions
 
 # Rope types with the numbers that each needs beside theta.
 _ROPE_PARAMS: dict[str, tuple[str, ...]] = {

@@ -1653,6 +1653,7 @@ class RankStates(_message.Message):
     CONV_WIDTH_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     CHANNELS_FIELD_NUMBER: _builtins.int
+    IS_MAMBA2_FIELD_NUMBER: _builtins.int
     address: _builtins.int
     num_bytes: _builtins.int
     num_slots: _builtins.int
@@ -1671,7 +1672,9 @@ class RankStates(_message.Message):
     conv_width: _builtins.int
     dtype: _builtins.str
     channels: _builtins.int
-    """of the shard, for short convolutions; 0: gated delta nets, whose heads give them"""
+    """of the shard, for short convolutions; 0: the heads give them"""
+    is_mamba2: _builtins.bool
+    """else, with heads, the state of gated delta nets"""
     def __init__(
         self,
         *,
@@ -1690,10 +1693,11 @@ class RankStates(_message.Message):
         conv_width: _builtins.int = ...,
         dtype: _builtins.str = ...,
         channels: _builtins.int = ...,
+        is_mamba2: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "channels", b"channels", "conv_width", b"conv_width", "dtype", b"dtype", "first_layer", b"first_layer", "key_dim", b"key_dim", "key_heads", b"key_heads", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_slots", b"num_slots", "shard", b"shard", "total_layers", b"total_layers", "value_dim", b"value_dim", "value_heads", b"value_heads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "channels", b"channels", "conv_width", b"conv_width", "dtype", b"dtype", "first_layer", b"first_layer", "is_mamba2", b"is_mamba2", "key_dim", b"key_dim", "key_heads", b"key_heads", "num_bytes", b"num_bytes", "num_layers", b"num_layers", "num_shards", b"num_shards", "num_slots", b"num_slots", "shard", b"shard", "total_layers", b"total_layers", "value_dim", b"value_dim", "value_heads", b"value_heads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,15 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.images import EncodingCost, ImageInput, Images, ImageSpan
 from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
-from pdserve.kv.states import GatedDeltaSpec, RankStates, ShortConvSpec, StateLayout, StateShare, StateSpec
+from pdserve.kv.states import (
+    AnyStateSpec,
+    GatedDeltaSpec,
+    Mamba2Spec,
+    RankStates,
+    ShortConvSpec,
+    StateLayout,
+    StateShare,
+)
 from pdserve.logprobs import PromptLogprobs, TokenLogprobs
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, RankKV
@@ -205,13 +213,18 @@ def _states_to_pb(states: RankStates) -> pb.RankStates:
         num_slots=layout.num_slots,
         **asdict(states.share),
         **asdict(layout.spec),
+        is_mamba2=isinstance(layout.spec, Mamba2Spec),
     )
 
 
 def _states_from_pb(message: pb.RankKV) -> RankStates:
     """Raises ConfigError for a share that is no part of the model."""
     states = message.states
-    kind: type[StateSpec] = ShortConvSpec if states.channels else GatedDeltaSpec
+    kind: type[AnyStateSpec] = GatedDeltaSpec
+    if states.is_mamba2:
+        kind = Mamba2Spec
+    elif states.channels:
+        kind = ShortConvSpec
     spec = kind(**{name: getattr(states, name) for name in kind.__struct_fields__})
     return RankStates(
         KVRegion(states.address, states.num_bytes, message.device, message.device_id),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 
-from pdserve.kv.states import ShortConvSpec
+from pdserve.kv.states import Mamba2Spec, ShortConvSpec
 from pdserve.model.model_config import ModelConfig
 from runner.attention import AttentionBackend
 from runner.attention.recurrent import Recurrent
@@ -68,6 +68,14 @@ def _build_recurrent(name: str, states: StateCache, max_num_seqs: int, max_draft
         from runner.attention.triton_short_conv import TritonShortConv
 
         return TritonShortConv(states, max_num_seqs, max_drafts)
+    if isinstance(states.layout.spec, Mamba2Spec):
+        if name == "torch":
+            from runner.attention.mamba2 import TorchMamba2
+
+            return TorchMamba2(states)
+        from runner.attention.triton_mamba2 import TritonMamba2
+
+        return TritonMamba2(states, max_num_seqs, max_drafts)
     if name == "torch":
         from runner.attention.gated_delta import TorchGatedDelta
 

@@ -103,32 +103,44 @@ class TorchGatedDelta(GatedDelta):
         step = self._step
         spec = self._spec
         assert step is not None, "plan comes first"
-        convolved, conv_inputs = step.conv.convolve(self._cache.conv[layer], mixed, weights.conv)
-        q, k, v = F.silu(convolved).split(
-            [spec.key_heads * spec.key_dim] * 2 + [spec.value_heads * spec.value_dim], dim=-1
-        )
-        group = spec.value_heads // spec.key_heads
-        q, k = (
-            normed(rows.unflatten(-1, (spec.key_heads, spec.key_dim))).repeat_interleave(group, dim=1)
-            for rows in (q, k)
-        )
-        inputs = DeltaInputs(q, k, v.unflatten(-1, (spec.value_heads, spec.value_dim)), *gates_of(ba, weights))
+        convolved, conv_inputs = step.conv.convolve(self._cache.conv[layer], mixed, weights.conv, weights.conv_bias)
+        inputs = self._inputs(F.silu(convolved), ba, weights)
         states = self._cache.delta[layer]
         out = mixed.new_empty(len(mixed), spec.value_heads, spec.value_dim)
         if len(step.singles):
             slots = step.slots[step.singles]
-            results, advanced = delta_rule_step(inputs.of(step.single_tokens), states[slots])
+            results, advanced = self._one_token(inputs.of(step.single_tokens), states[slots], weights)
             out[step.single_tokens] = results.to(out.dtype)
             states[slots] = advanced
         for row in step.longer:
             state = states[row.slot]
             for tokens, slot in row.parts:
-                results, state = delta_rule_chunks(inputs.of(tokens), state)
+                results, state = self._tokens(inputs.of(tokens), state, weights)
                 out[tokens] = results.to(out.dtype)
                 states[slot] = state
         if len(step.drafted):
-            self._between[layer] = _Between(conv_inputs, self._run_drafted(step, states, inputs, out))
+            self._between[layer] = _Between(conv_inputs, self._run_drafted(step, states, inputs, weights, out))
         return out
+
+    def _inputs(self, convolved: Tensor, ba: Tensor, weights: GatedDeltaWeights) -> DeltaInputs:
+        q, k, v = self._heads(convolved)
+        return DeltaInputs(normed(q), normed(k), v, *gates_of(ba, weights))
+
+    def _one_token(self, inputs: DeltaInputs, state: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
+        """Return the outputs and new states of one token of each of some sequences."""
+        return delta_rule_step(inputs, state)
+
+    def _tokens(self, inputs: DeltaInputs, state: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the new state of consecutive tokens of one sequence."""
+        return delta_rule_chunks(inputs, state)
+
+    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head, [tokens, value_heads, …]; key heads repeated for their values."""
+        spec = self._spec
+        q, k, v = convolved.split([spec.key_heads * spec.key_dim] * 2 + [spec.value_heads * spec.value_dim], dim=-1)
+        group = spec.value_heads // spec.key_heads
+        q, k = (rows.unflatten(-1, (spec.key_heads, spec.key_dim)).repeat_interleave(group, dim=1) for rows in (q, k))
+        return q, k, v.unflatten(-1, (spec.value_heads, spec.value_dim))
 
     def commit(self, counts: Tensor) -> None:
         step = self._step
@@ -143,7 +155,9 @@ class TorchGatedDelta(GatedDelta):
                 self._cache.delta[layer][slots[chosen]] = advanced[chosen]
         self._between = {}
 
-    def _run_drafted(self, step: _Step, states: Tensor, inputs: DeltaInputs, out: Tensor) -> list[Tensor]:
+    def _run_drafted(
+        self, step: _Step, states: Tensor, inputs: DeltaInputs, weights: GatedDeltaWeights, out: Tensor
+    ) -> list[Tensor]:
         """Write the output of sequences with drafts, token after token. Return the states after each token."""
         device = out.device
         starts = step.starts[step.drafted]
@@ -153,7 +167,7 @@ class TorchGatedDelta(GatedDelta):
         for number in range(lengths.max()):
             left = torch.from_numpy(np.flatnonzero(lengths > number)).to(device)
             tokens = torch.from_numpy(starts[lengths > number] + number).to(device)
-            results, advanced = delta_rule_step(inputs.of(tokens), state[left])
+            results, advanced = self._one_token(inputs.of(tokens), state[left], weights)
             out[tokens] = results.to(out.dtype)
             state = state.index_copy(0, left, advanced)
             new_states.append(state)

@@ -94,10 +94,11 @@ class ConvStep:
             kept_history=to_device(rows.history(kept[:, 0], kept[:, 1])),
         )
 
-    def convolve(self, states: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def convolve(self, states: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the convolution [tokens, channels] in float32, and its inputs; advance the states and snapshots.
 
-        states: a layer's view of ``StateCache.conv``; x [tokens, channels]; weight [conv_width, channels].
+        states: a layer's view of ``StateCache.conv``; x [tokens, channels]; weight [conv_width, channels]; bias
+        [channels].
         """
         history = states[self.slots].mT.flatten(0, 1)  # [num_seqs * (conv_width - 1), channels]
         inputs = torch.cat((history, x.to(history.dtype)))  # rounded alike in this step and in later ones
@@ -107,6 +108,8 @@ class ConvStep:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for rows, tap in zip(self.taps, weight.float(), strict=True):
             total.addcmul_(inputs[rows].float(), tap)
+        if bias is not None:
+            total += bias.float()
         return total, inputs
 
     def commit(self, states: Tensor, inputs: Tensor, counts: NDArray[np.int64]) -> None:

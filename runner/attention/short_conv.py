@@ -37,11 +37,9 @@ class TorchShortConv(ShortConv):
     def run(self, layer: int, x: Tensor, weights: ShortConvWeights) -> Tensor:
         step = self._step
         assert step is not None, "plan comes first"
-        total, inputs = step.convolve(self._cache.conv[layer], x, weights.conv)
+        total, inputs = step.convolve(self._cache.conv[layer], x, weights.conv, weights.bias)
         if len(step.drafted):
             self._inputs[layer] = inputs
-        if weights.bias is not None:
-            total += weights.bias.float()
         return total.to(x.dtype)
 
     def commit(self, counts: Tensor) -> None:

@@ -6,6 +6,7 @@ Decode steps can be captured in CUDA graphs. Rows of padding have no tokens, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,15 @@ MOST_SHORT = 8  # tokens of a row that is computed token after token: an estimat
 _LEAST_DIM = 64
 
 
+class HeadInputs(NamedTuple):
+    """Inputs of a step behind the convolution."""
+
+    q: Tensor  # [tokens, key_heads, key_dim]
+    k: Tensor  # [tokens, key_heads, key_dim]
+    v: Tensor  # [tokens, value_heads, value_dim]
+    gates: Tensor  # [tokens, gates_per_head * value_heads]
+
+
 @dataclass(frozen=True)
 class _Step:
     slots: Tensor  # [rows] int32
@@ -35,6 +45,9 @@ class _Step:
 
 class TritonGatedDelta(GatedDelta):
     """Keeps the inputs of decodes with drafts for ``commit``: the states after each would take far more memory."""
+
+    gates_per_head = 2  # betas and decays
+    normed = True  # queries and keys have length 1
 
     def __init__(self, cache: StateCache, max_num_seqs: int = 0, max_drafts: int = 0) -> None:
         """A step has at most ``max_num_seqs`` decodes, of ``max_drafts`` drafts each."""
@@ -51,7 +64,7 @@ class TritonGatedDelta(GatedDelta):
             (spec.channels,),
             (spec.key_heads, spec.key_dim),
             (spec.value_heads, spec.value_dim),
-            (2 * spec.value_heads,),
+            (self.gates_per_head * spec.value_heads,),
         )
         # By layer: inputs of the convolution, keys, values, betas and decays.
         self._kept = [
@@ -89,21 +102,22 @@ class TritonGatedDelta(GatedDelta):
         spec = self._spec
         cache = self._cache
         rows = step.slots, step.query_starts, step.snapshots
-        q, k, v = convolve(mixed, weights.conv, cache.conv[layer], *rows, spec, step.drafted)
-        states = cache.delta[layer]
+        history = cache.conv[layer]
+        q, k, v = convolve(mixed, weights.conv, history, *rows, spec, step.drafted, weights.conv_bias, self.normed)
         out = torch.empty_like(v)
+        inputs = HeadInputs(q, k, v, ba)
+        states = cache.delta[layer]
         if step.has_short:
-            delta_rule(q, k, v, ba, weights, states, *rows, out, self._most_short, drafted=step.drafted)
+            self._advance(inputs, weights, states, rows, out, drafted=step.drafted)
         if step.chunks is not None:
             assert step.snapshots is not None
-            chunk_delta_rule(
-                q, k, v, ba, weights, states, step.slots, step.query_starts, step.snapshots, out, step.chunks
-            )
+            of_chunks = step.slots, step.query_starts, step.snapshots
+            self._advance_chunks(inputs, weights, states, of_chunks, out, step.chunks)
         if step.drafted is not None:
             self._weights[layer] = weights
-            for kept, inputs in zip(self._kept[layer], (mixed, k, v, ba), strict=True):
-                count = min(len(inputs), self._capacity)
-                kept[:count].copy_(inputs[:count])
+            for kept, values in zip(self._kept[layer], (mixed, k, v, ba), strict=True):
+                count = min(len(values), self._capacity)
+                kept[:count].copy_(values[:count])
         return out
 
     def commit(self, counts: Tensor) -> None:
@@ -115,7 +129,32 @@ class TritonGatedDelta(GatedDelta):
             mixed, k, v, ba = self._kept[layer]
             store_history(mixed, cache.conv[layer], step.slots, starts, ends, self._spec)
             rows = step.slots, starts, None
-            delta_rule(k, k, v, ba, weights, cache.delta[layer], *rows, None, self._most_short, ends)
+            self._advance(HeadInputs(k, k, v, ba), weights, cache.delta[layer], rows, None, ends)
+
+    def _advance(
+        self,
+        inputs: HeadInputs,
+        weights: GatedDeltaWeights,
+        states: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor | None],
+        out: Tensor | None,
+        ends: Tensor | None = None,
+        drafted: Tensor | None = None,
+    ) -> None:
+        """Compute rows of few tokens; ``rows`` are their slots, their first tokens and the snapshots."""
+        delta_rule(*inputs, weights, states, *rows, out, self._most_short, ends, drafted)
+
+    def _advance_chunks(
+        self,
+        inputs: HeadInputs,
+        weights: GatedDeltaWeights,
+        states: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        chunks: DeltaChunks,
+    ) -> None:
+        """Compute rows of many tokens."""
+        chunk_delta_rule(*inputs, weights, states, *rows, out, chunks)
 
     @property
     def _step(self) -> _Step:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv.states import GatedDeltaSpec, StateSpec
+from pdserve.kv.states import AnyStateSpec, GatedDeltaSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
@@ -94,15 +94,17 @@ def _store_head(
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
-    """Store silu of the convolution, with length 1 for queries and keys."""
+    """Store silu of the convolution; if NORMED, with length 1 for queries and keys."""
     y = _silu(total)  # 0 for 0
     tokens = tokens.to(tl.int64)[:, None]
     if head >= 2 * KEY_HEADS:
         at_value = (tokens * VALUE_HEADS + head - 2 * KEY_HEADS) * VALUE_DIM + within[None, :]
         tl.store(v + at_value, y.to(v.dtype.element_ty), mask=mask)
     else:
-        y = y * tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
+        if NORMED:
+            y = y * tl.rsqrt(tl.sum(y * y, axis=1) + eps)[:, None]
         if head < KEY_HEADS:
             at_query = (tokens * KEY_HEADS + head) * KEY_DIM + within[None, :]
             tl.store(q + at_query, y.to(q.dtype.element_ty), mask=mask)
@@ -119,6 +121,14 @@ def _load_taps(weight, within, valid, WIDTH: tl.constexpr, CHANNELS: tl.constexp
         of_tap = tl.load(weight + tap * CHANNELS + within, mask=valid, other=0.0).to(tl.float32)
         taps = taps + (of_tap,)  # type: ignore[assignment]  # noqa: RUF005
     return taps
+
+
+@triton.jit
+def _biased(total, bias, within, valid, HAS_BIAS: tl.constexpr):
+    """Add a bias of channels to a convolution [TOKENS, BLOCK_DIM]; ``bias`` is the first one's."""
+    if HAS_BIAS:
+        total += tl.load(bias + within, mask=valid, other=0.0).to(tl.float32)[None, :]
+    return total
 
 
 @triton.jit
@@ -162,6 +172,7 @@ def _convolve_kernel(
     mixed,  # [num_tokens, CHANNELS], rows mixed_stride apart
     mixed_stride,
     weight,  # [WIDTH, CHANNELS]
+    bias,  # [CHANNELS] float32, read if HAS_BIAS
     history,  # [slots, CHANNELS, WIDTH - 1], slots history_stride apart
     history_stride,
     slots,  # [num_rows] int32
@@ -183,6 +194,8 @@ def _convolve_kernel(
     TOKENS: tl.constexpr,  # tokens of a tile
     TILES: tl.constexpr,
     ALIGNMENT: tl.constexpr,  # channels
+    NORMED: tl.constexpr,  # whether queries and keys get length 1
+    HAS_BIAS: tl.constexpr,
 ):
     """Grid (blocks of TILES tiles, heads of queries, then of keys, then of values). It leaves the history as it is.
 
@@ -213,8 +226,9 @@ def _convolve_kernel(
                 x = tl.load(mixed + at[:, None] + within[None, :], mask=valid[None, :], other=0.0)
                 total += x.to(history.dtype.element_ty).to(tl.float32) * taps[tap][None, :]
             _store_head(
-                total, tokens, within, valid[None, :], head, q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM
-            )
+                _biased(total, bias + channel, within, valid, HAS_BIAS), tokens, within, valid[None, :], head,
+                q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, NORMED,
+            )  # fmt: skip
     else:
         taps = _load_taps(weight + channel, within, valid, WIDTH, CHANNELS)
         for tile in range(TILES):
@@ -233,16 +247,18 @@ def _convolve_kernel(
                 WIDTH, TOKENS, BLOCK_DIM,
             )  # fmt: skip
             _store_head(
-                total, tokens, within, token_mask[:, None] & valid[None, :], head, q, k, v, eps,
-                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+                _biased(total, bias + channel, within, valid, HAS_BIAS), tokens, within,
+                token_mask[:, None] & valid[None, :], head, q, k, v, eps,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, NORMED,
             )  # fmt: skip
 
 
 @triton.jit
 def _convolve_singles_kernel(
-    mixed, mixed_stride, weight, history, history_stride, slots, query_starts, q, k, v, eps, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+    mixed, mixed_stride, weight, bias, history, history_stride, slots, query_starts, q, k, v, eps,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGNMENT: tl.constexpr,
+    NORMED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Convolve rows that have one token, or none, and store their history. Grid (rows, heads)."""
     BEFORE: tl.constexpr = WIDTH - 1
@@ -258,7 +274,10 @@ def _convolve_singles_kernel(
         mixed + channel, mixed_stride, taps, history + channel * BEFORE, history_stride,
         tokens, tokens - row, tl.load(slots + tokens), token_mask, within, valid, WIDTH, 1, BLOCK_DIM,
     )  # fmt: skip
-    _store_head(total, tokens, within, valid[None, :], head, q, k, v, eps, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+    _store_head(
+        _biased(total, bias + channel, within, valid, HAS_BIAS), tokens, within, valid[None, :], head, q, k, v, eps,
+        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, NORMED,
+    )  # fmt: skip
     tl.debug_barrier()  # all threads have read the history
     slot = tl.load(slots + row)
     if (slot >= 0) & (tl.load(query_starts + row + 1) > tl.load(query_starts + row)):
@@ -387,14 +406,16 @@ def convolve(
     snapshots: Tensor | None,
     spec: GatedDeltaSpec,
     drafted: Tensor | None = None,
+    bias: Tensor | None = None,
+    normed: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return silu of the convolution as queries and keys of length 1, and values; advance the history.
+    """Return silu of the convolution as queries and keys, of length 1 if ``normed``, and values; advance the history.
 
     mixed [tokens, channels], with rows at any stride, → q, k [tokens, key_heads, key_dim] and v [tokens, value_heads,
     value_dim]. weight [conv_width, channels]; history: a layer's view of ``StateCache.conv``; slots [rows] and
     query_starts [rows + 1] int32. snapshots [rows, 2] int32: the history after so many tokens of a row goes to this
     slot as well, if there is one; None: every row has one token, or none. The history of ``drafted`` rows [rows] int32
-    stays as it is.
+    stays as it is. bias [channels] float32.
     """
     tokens = len(mixed)
     rows = len(slots)
@@ -404,7 +425,8 @@ def convolve(
     q = mixed.new_empty(tokens, spec.key_heads, spec.key_dim)
     k = torch.empty_like(q)
     v = mixed.new_empty(tokens, spec.value_heads, spec.value_dim)
-    inputs = mixed, mixed.stride(0), weight, history, history.stride(0), slots, query_starts
+    of_channels = weight, weight if bias is None else bias
+    inputs = mixed, mixed.stride(0), *of_channels, history, history.stride(0), slots, query_starts
     sizes: dict[str, int] = {
         "KEY_HEADS": spec.key_heads,
         "VALUE_HEADS": spec.value_heads,
@@ -414,6 +436,8 @@ def convolve(
         "WIDTH": spec.conv_width,
         "BLOCK_DIM": triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
         "ALIGNMENT": gcd(spec.key_dim, spec.value_dim, 16),
+        "NORMED": normed,
+        "HAS_BIAS": bias is not None,
     }
     if snapshots is None:
         assert tokens == rows
@@ -445,7 +469,7 @@ def store_history(
     slots: Tensor,
     query_starts: Tensor,
     ends: Tensor,
-    spec: StateSpec,
+    spec: AnyStateSpec,
     snapshots: Tensor | None = None,
     drafted: Tensor | None = None,
 ) -> None:

@@ -135,6 +135,66 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return out
 
 
+@triton.jit
+def _grouped_gated_norm_kernel(
+    x,  # [tokens, GROUPS * SIZE]
+    gate,  # [tokens, GROUPS * SIZE], rows gate_stride apart
+    gate_stride,
+    weight,  # [GROUPS * SIZE], read if HAS_NORM
+    out,  # out, as x
+    eps,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+):
+    """Grid (tokens, groups)."""
+    token = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCK)
+    mask = within < SIZE
+    columns = tl.program_id(1) * SIZE + within
+    gates = tl.load(gate + token * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    gates = gates / (1.0 + tl.exp(-gates))
+    value = tl.load(x + token * GROUPS * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        if GATE_FIRST:
+            value *= gates
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+        value *= tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        if not GATE_FIRST:
+            value *= gates
+    else:
+        value *= gates
+    tl.store(out + token * GROUPS * SIZE + columns, value.to(out.dtype.element_ty), mask=mask)
+
+
+def grouped_gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, gate_first: bool, eps: float
+) -> Tensor:
+    """Return what ``reference.grouped_gated_norm`` does; gate [tokens, size] with rows at any stride."""
+    assert x.is_contiguous()
+    assert gate.stride(1) == 1
+    tokens, size = x.shape
+    block = triton.next_power_of_2(size // groups)
+    out = torch.empty_like(x)
+    _grouped_gated_norm_kernel[(tokens, groups)](
+        x,
+        gate,
+        gate.stride(0),
+        x if weight is None else weight,
+        out,
+        eps,
+        GROUPS=groups,
+        SIZE=size // groups,
+        BLOCK=block,
+        HAS_NORM=weight is not None,
+        GATE_FIRST=gate_first,
+        num_warps=min(max(block // 256, 1), 16),
+    )
+    return out
+
+
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None = None
 ) -> None:

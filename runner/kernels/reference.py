@@ -43,6 +43,23 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: Tensor) -> Tens
     return (normed.float() * F.silu(gate.float()).view_as(normed)).to(x.dtype).flatten(1)
 
 
+def grouped_gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, gate_first: bool, eps: float
+) -> Tensor:
+    """Multiply x [tokens, size] by silu(gate), and norm each of its groups; scaled by weight [size].
+
+    The norm comes before the product unless ``gate_first``; without a weight there is none. Computed in float32.
+    """
+    gates = F.silu(gate.float())
+    value = x.float()
+    if weight is None:
+        return (value * gates).to(x.dtype)
+    value = value * gates if gate_first else value
+    value = F.rms_norm(value.unflatten(-1, (groups, -1)), (value.shape[-1] // groups,), eps=eps).flatten(-2)
+    value = value * weight.float()
+    return (value if gate_first else value * gates).to(x.dtype)
+
+
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """Return (up + 1) * gate * sigmoid(alpha * gate) [rows, size] of gates and ups [rows, 2 * size] that alternate.
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from runner.batch import ShortConvWeights
-from runner.kernels.gated_delta import _convolve_tile, _load_taps
+from runner.kernels.gated_delta import _biased, _convolve_tile, _load_taps
 
 _CHANNELS = 128  # in a program
 _TOKENS = 16  # in a program: with 4 warps a thread has 16 values
@@ -52,8 +52,7 @@ def _short_conv_kernel(
         tokens - tl.load(query_starts + rows), tl.load(slots + rows), token_mask, within, valid,
         WIDTH, TOKENS, BLOCK,
     )  # fmt: skip
-    if HAS_BIAS:
-        total += tl.load(bias + first + within, mask=valid, other=0.0).to(tl.float32)[None, :]
+    total = _biased(total, bias + first, within, valid, HAS_BIAS)
     at = tokens.to(tl.int64)[:, None] * CHANNELS + first + within[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=token_mask[:, None] & valid[None, :])
 

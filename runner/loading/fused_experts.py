@@ -11,8 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-_GATE_UP = ".experts.gate_up_proj"
-_DOWN = ".experts.down_proj"
+#: Parts of a fused tensor, by the end of its name; they take the place of that end, behind the number of the expert.
+_PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    ".experts.gate_up_proj": (".experts", ("gate_proj", "up_proj")),
+    ".experts.up_proj": (".experts", ("up_proj",)),  # experts without gates
+    ".experts.down_proj": (".experts", ("down_proj",)),
+    ".block_sparse_moe.input_linear.weight": (".block_sparse_moe.experts", ("gate_proj", "up_proj")),  # Granite 4
+    ".block_sparse_moe.output_linear.weight": (".block_sparse_moe.experts", ("down_proj",)),
+}
+_FUSED = tuple(_PARTS)
 
 
 class _ExpertPart:
@@ -75,16 +82,17 @@ def split_experts(
     ``model_names`` are the names that the model asks for. Tensors beside fused experts have Llama's names, whatever the
     family's are; ``checkpoint_name`` translates them. ``transposed``: inputs come before outputs in fused tensors.
     """
-    if not any(name.endswith((_GATE_UP, _DOWN)) and name not in model_names for name in weights):
+    if not any(name.endswith(_FUSED) and name not in model_names for name in weights):
         return weights
     tensors: dict[str, Any] = {}
     for name, weight in weights.items():
         shape = weight.get_shape()
-        if name in model_names or not name.endswith((_GATE_UP, _DOWN)) or len(shape) != 3:
+        if name in model_names or not name.endswith(_FUSED) or len(shape) != 3:
             tensors[checkpoint_name(name)] = weight
             continue
-        stem, _, kind = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        fused = next(fused for fused in _FUSED if name.endswith(fused))
+        end, parts = _PARTS[fused]
+        stem = name.removesuffix(fused) + end
         experts = shape[0]
         outputs, columns = (shape[2], shape[1]) if transposed else (shape[1], shape[2])
         rows = outputs // len(parts)

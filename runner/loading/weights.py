@@ -45,6 +45,7 @@ _CONVERTIBLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = ("F64", "F32", "BF16", "F16")  # their names in safetensors
 
 _EMBEDDING = "embed_tokens.weight"  # name in a body
+_BACKBONE = "backbone."
 _HEADS = ("lm_head.",)  # beside the body
 
 _DUMMY_DEVIATION = 0.02
@@ -200,6 +201,11 @@ def _named_as_causal(weights: dict[str, Any], model: ModelConfig) -> dict[str, A
     """
     if model.multimodal:
         return {str(causal_name(name)): weight for name, weight in weights.items()}
+    if model.impl == NATIVE and any(name.startswith(_BACKBONE) for name in weights):  # Nemotron-H as NVIDIA saves it
+        return {
+            f"model.{name.removeprefix(_BACKBONE)}" if name.startswith(_BACKBONE) else name: weight
+            for name, weight in weights.items()
+        }
     if model.impl != NATIVE or _EMBEDDING not in weights:
         return weights
     return {name if name.startswith(_HEADS) else f"model.{name}": weight for name, weight in weights.items()}

@@ -24,7 +24,7 @@ from runner.distributed.pipeline_stages import Beside
 from runner.models.adapters.slots import AdapterSlots
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
-from runner.models.layers.decoder_layer import DecoderLayer, Mixer, RMSNorm
+from runner.models.layers.decoder_layer import AnyLayer, DecoderLayer, Mixer, RMSNorm
 from runner.models.layers.eagle3 import AuxiliaryStates, Eagle3Head
 from runner.models.layers.latent_attention import LatentAttention
 from runner.models.layers.mlp import MLP, MLPBlock
@@ -93,13 +93,18 @@ class Decoder(Model):
             return MLP(self.context, self.config.intermediate_size)
         return MixtureOfExperts(self.context)
 
-    def make_layer(self, layer: int) -> DecoderLayer:
+    def make_layer(self, layer: int) -> AnyLayer:
         self._number_parts(self.first_layer + layer)
         return DecoderLayer(self.context, self.make_mixer(layer), self.make_mlp(self.first_layer + layer))
 
     def make_mixer(self, layer: int) -> Mixer:
         """Create the token mixer of a layer; ``layer`` counts from 0 on this rank."""
         return self.make_attention(layer)
+
+    def mixers_before(self, layer: int) -> tuple[int, int]:
+        """Return how many layers of this rank before ``layer`` attend, and how many are recurrent."""
+        layers = range(self.first_layer, self.first_layer + layer)
+        return self.config.kv_layers_in(layers), sum(map(self.config.is_recurrent, layers))
 
     def _number_parts(self, layer: int) -> None:
         """Say to which layer the parts belong that are created next; ``layer`` counts from 0 in the whole model."""
@@ -114,6 +119,11 @@ class Decoder(Model):
 
     def _make_draft_head(self, head: Eagle3Config) -> Eagle3Head:
         return Eagle3Head(self.context, head, self.config.kv_layers_in(self.context.position.layers), self.embedding)
+
+    def embed(self, inputs: Tensor) -> Tensor:
+        """Return this shard's part of the embeddings of token ids, with those of images in their places."""
+        assert self.embedding is not None
+        return self.images.embed(self.embedding(inputs))
 
     def input_shards(self) -> WeightShards:
         """Yield the tensors of what the layers take beside hidden states, named behind "model."."""
@@ -150,7 +160,7 @@ class Decoder(Model):
             self._keep(number, residual)
             yield
         if output_tokens is not None and not len(output_tokens):
-            last.attention.store(x, rotary, backend)
+            last.store(x, rotary, backend)
             return residual[:0]
         output, residual = last(x, residual, rotary, backend, output_tokens)
         if self.norm is None:
@@ -212,7 +222,7 @@ class Decoder(Model):
         norm = self.layers[0].input_norm
         if self.embedding is None:
             return norm(inputs), inputs
-        embedded = self.images.embed(self.embedding(inputs))
+        embedded = self.embed(inputs)
         if self.context.position.parallel.tp == 1:
             return norm(embedded), embedded
         residual = torch.zeros_like(embedded)

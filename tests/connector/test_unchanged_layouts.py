@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import _TINY, CONFIG_CLASSES
+from checkpoints import _TINY, CONFIG_CLASSES, CONVOLUTIONS, MAMBA2
 
 from connector.planning.rank_mapping import LocalRank
 from pdserve.config.node_options import NodeOptions
@@ -29,7 +29,7 @@ from runner.kv_digest import KVDigester
 
 _MISTRAL = {"sliding_window": 20, "num_hidden_layers": 5, "layer_types": ["full_attention"] + ["sliding_attention"] * 4}
 _QWEN = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2, "num_hidden_layers": 7}
-LATER = ("gemma4_text", "lfm2", "lfm2_moe", "ministral3", "mistral4")  # families that earlier releases do not serve
+LATER = (*CONVOLUTIONS, *MAMBA2, "gemma4_text", "ministral3", "mistral4")  # families that earlier releases do not serve
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-windows": ("mistral", _MISTRAL),
     "qwen3-windows": ("qwen3", _QWEN),

@@ -25,6 +25,14 @@ MODELS = {
     "qwen3.5-moe": Model("qwen3_5_moe_text", {}),
     "lfm2": Model("lfm2", {}),
     "lfm2-moe": Model("lfm2_moe", {}),
+    "granite-4": Model("granitemoehybrid", {}),
+    "nemotron-h": Model("nemotron_h", {}),
+    "falcon-h1": Model("falcon_h1", {}),
+}
+#: Fields with which each of two stages has layers of both kinds, where ``MIXED`` does not.
+STAGES: dict[str, dict[str, Any]] = {
+    "nemotron-h": {"hybrid_override_pattern": "MEM*-*ME"},
+    "falcon-h1": {"num_hidden_layers": 3},
 }
 FEW_SLOTS = ("--state-slots", "6")
 
@@ -32,7 +40,9 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def mixed(name: str) -> Model:
-    """Return the model with enough layers for two stages."""
+    """Return the model with layers of both kinds in each of two stages."""
+    if name in STAGES:
+        return MODELS[name]._replace(fields=STAGES[name])
     kind = "conv" if name.startswith("lfm2") else "linear_attention"
     layers = [layer.replace("linear_attention", kind) for layer in _MIXED]
     return MODELS[name]._replace(fields=MIXED | {"layer_types": layers})
@@ -105,6 +115,10 @@ def test_tokens_are_exact_through_handoffs(name: str, tmp_path: Path) -> None:
         pytest.param("qwen3-next", "tp2", "tp2", marks=pytest.mark.slow),
         pytest.param("lfm2", "pp2", "1", marks=pytest.mark.slow),
         pytest.param("lfm2-moe", "tp2", "tp2", marks=pytest.mark.slow),
+        pytest.param("granite-4", "pp2", "1", marks=pytest.mark.slow),
+        pytest.param("nemotron-h", "tp2", "tp2", marks=pytest.mark.slow),
+        pytest.param("nemotron-h", "pp2", "1", marks=pytest.mark.slow),
+        pytest.param("falcon-h1", "1", "pp2", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_exact_between_unlike_nodes(name: str, prefill: str, decode: str, tmp_path: Path) -> None:

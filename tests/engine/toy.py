@@ -48,7 +48,7 @@ _FIRST_OF_ADAPTERS = 256  # weight changes; those of an adapter count from here 
 Slot = tuple[int, int]  # block, offset
 
 
-_STATE = GatedDeltaSpec(1, 1, 1, 1, 2, "float32")
+_STATE = GatedDeltaSpec(1, 1, 1, 1, conv_width=2, dtype="float32")
 _SLOT_WORDS = _STATE.layer_bytes // 4  # the first two: number of tokens, digest of the tokens
 
 

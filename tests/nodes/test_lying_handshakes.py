@@ -32,10 +32,10 @@ WITH_DRAFTS = KVLayout(8, 16, 8, 7, SPEC)
 DRAFTING = KVShare(0, 7, 0, 2, total_layers=7, total_heads=2, draft_layers=1)
 STATES = RankStates(
     KVRegion(1 << 20, 1 << 20, "cpu", 0),
-    StateLayout(4, 3, GatedDeltaSpec(2, 2, 4, 4, 4, "float16")),
+    StateLayout(4, 3, GatedDeltaSpec(2, 2, 4, 4, conv_width=4, dtype="float16")),
     StateShare(0, 3, 3, 0, 1),
 )
-SHORT = RankStates(STATES.region, StateLayout(4, 3, ShortConvSpec(8, 3, "float16")), STATES.share)
+SHORT = RankStates(STATES.region, StateLayout(4, 3, ShortConvSpec(8, conv_width=3, dtype="float16")), STATES.share)
 
 
 def rank(layout: KVLayout, share: KVShare | None = None, states: RankStates | None = None) -> RankKV:

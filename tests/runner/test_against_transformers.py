@@ -14,6 +14,7 @@ from checkpoints import (
     CONFIG_CLASSES,
     FAMILIES,
     LATENT,
+    MAMBA2,
     RECURRENT,
     make_checkpoint,
     node_config,
@@ -188,6 +189,62 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[int, int], tuple[int, ...]]] =
         (48, 16),
         (47, 129),
     ),
+    "granite-4": ("granitemoehybrid", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
+    "granite-4-dense": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "tie_word_embeddings": True,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 2,
+            "time_step_limit": [0.3, 0.9],
+        },
+        (48, 16),
+        (47, 129),
+    ),
+    "granite-4-attention": ("granitemoehybrid", {"layer_types": ["full_attention"] * 3}, (16, 16), (17,)),
+    "granite-4-fused": ("granitemoehybrid", {"fused": True}, (16, 16), (33,)),
+    "nemotron-h": ("nemotron_h", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
+    "nemotron-h-dense": (
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "*M-M",
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "n_groups": 1,
+            "mamba_head_dim": 12,
+        },
+        (48, 16),
+        (47, 129),
+    ),
+    "nemotron-h-fused": ("nemotron_h", {"fused": True, "norm_topk_prob": False}, (16, 16), (33,)),
+    "falcon-h1": ("falcon_h1", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
+    "falcon-h1-norms": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_n_groups": 1, "tie_word_embeddings": True, "projectors_bias": True},
+        (48, 16),
+        (47, 129),
+    ),
+    "falcon-h1-norm-behind-gate": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_d_ssm": None,
+            "mamba_n_heads": 8,
+            "ssm_in_multiplier": 1.0,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+        },
+        (16, 16),
+        (33,),
+    ),
     "qwen3.5": ("qwen3_5_text", {}, (16, 16), (1, 2, 3, 64, 65, 500)),
     "qwen3.5-tied-heads": (
         "qwen3_5_text",
@@ -313,6 +370,11 @@ def test_sixteen_concurrent_requests_equal_transformers(tmp_path: Path, build: C
         pytest.param("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
         pytest.param("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_experts": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            "granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}, marks=pytest.mark.slow
+        ),
+        pytest.param("nemotron_h", {"hybrid_override_pattern": "MEM*-"}, marks=pytest.mark.slow),
+        pytest.param("falcon_h1", {}, marks=pytest.mark.slow),
         pytest.param("deepseek_v2", {"q_lora_rank": None}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}, marks=pytest.mark.slow),
     ],
@@ -421,7 +483,18 @@ def published_heads(family: str) -> dict[str, Any]:
         fields["rotary_dim"] = 64
     if family in RECURRENT:
         fields |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    if family in MAMBA2:
+        fields |= published_mamba2(family)
     return fields
+
+
+def published_mamba2(family: str) -> dict[str, Any]:
+    """Return heads of 64 values and 128 values of state."""
+    if family == "nemotron_h":
+        return {"mamba_head_dim": 64, "ssm_state_size": 128}
+    if family == "granitemoehybrid":
+        return {"num_attention_heads": 4, "mamba_n_heads": 16, "mamba_d_state": 128}
+    return {"mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_state": 128}
 
 
 def every_expert(family: str) -> dict[str, Any]:

@@ -23,6 +23,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"] * 2}),
     "qwen3.5": ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention", "linear_attention"] * 2}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "granite-4": (
+        "granitemoehybrid",
+        {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "nemotron-h": ("nemotron_h", {"hybrid_override_pattern": "EM*-*MM*"}),
+    "falcon-h1": ("falcon_h1", {"num_hidden_layers": 4}),
     "deepseek-v2": ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 1}),
     "deepseek-v3-ep": ("deepseek_v3", {"topk_group": 4}),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),

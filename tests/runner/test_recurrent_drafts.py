@@ -26,13 +26,20 @@ Request = tuple[list[int], SamplingParams]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"hybrid_override_pattern": "M*ME"},
+    "falcon_h1": {},
+}
+_SLOW = ("nemotron_h", "falcon_h1")
+
+
 @pytest.fixture(
-    scope="module", params=[("qwen3_5_text", "linear_attention"), ("lfm2", "conv")], ids=lambda kind: kind[0]
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in FAMILIES]
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, recurrent = request.param
-    layers = [recurrent, "full_attention"]
-    return make_checkpoint(tmp_path_factory.mktemp("model"), family, num_hidden_layers=2, layer_types=layers)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param, **FAMILIES[request.param])
 
 
 @pytest.fixture(autouse=True)

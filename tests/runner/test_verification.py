@@ -164,6 +164,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
     "qwen3_5_text": {},
     "lfm2": {},
+    "granitemoehybrid": {},
+    "nemotron_h": {"hybrid_override_pattern": "MEM*-"},
+    "falcon_h1": {},
 }
 
 

@@ -62,7 +62,6 @@ _BERTS += ("roberta", "roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-ro
 CONDITIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_BERTS, _DECODER),
     **dict.fromkeys(("lfm3", "minimax"), _FULL),
-    "granitemoehybrid": _FULL,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _NO_LAYER_TYPES: dict[str, Any] = {"layer_types": ...}
@@ -89,6 +88,11 @@ _MORE: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 64,
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
+        "mamba_d_state": 16,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
         "mamba_d_state": 16,
     },
     "gemma3n_text": {

@@ -38,6 +38,7 @@ _logging.disable_progress_bar()
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 CONVOLUTIONS = ("lfm2", "lfm2_moe")
+MAMBA2 = ("granitemoehybrid", "nemotron_h", "falcon_h1")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 FAMILIES: tuple[str, ...] = (
     "llama",
@@ -52,6 +53,7 @@ FAMILIES: tuple[str, ...] = (
     "minimax_m2",
     *RECURRENT,
     *CONVOLUTIONS,
+    *MAMBA2,
     *LATENT,
     "gemma4_text",
 )
@@ -181,6 +183,62 @@ CONFIG_CLASSES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 48,
+        },
+    ),
+    "granitemoehybrid": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "embedding_multiplier": 1.5,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.4,
+        },
+    ),
+    "nemotron_h": (
+        transformers.NemotronHConfig,
+        transformers.NemotronHForCausalLM,
+        {
+            "head_dim": 16,
+            "hybrid_override_pattern": "MEM*-ME",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "falcon_h1": (
+        transformers.FalconH1Config,
+        transformers.FalconH1ForCausalLM,
+        {
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 16,
+            "embedding_multiplier": 1.3,
+            "lm_head_multiplier": 0.8,
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.9,
+            "ssm_in_multiplier": 1.1,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
+            "mlp_multipliers": [0.9, 0.7],
         },
     ),
     "minimax_m2": (
@@ -511,7 +569,7 @@ def node_config(
     )
     parallel = choose_parallel_config(model, pp, tp, stage_layers, ep)
     spec = shard_of(model, parallel.position(0)).state_spec(dtype)
-    states = None if spec is None else StateLayout(state_slots, model.num_layers - len(model.kv_layers), spec)
+    states = None if spec is None else StateLayout(state_slots, model.num_recurrent, spec)
     config = NodeConfig(
         options=NodeOptions(
             model=str(model_dir),

@@ -7,6 +7,7 @@ Sizes are not the published ones; names, types, nulls and lists are. ``refused``
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -698,13 +699,46 @@ PUBLISHED: dict[str, PublishedConfig] = {
         _causal("GraniteMoeHybridForCausalLM", "granitemoehybrid", layer_types=["mamba", "mamba", "mamba", "attention"],
                 mamba_d_conv=4, mamba_d_head=16, mamba_d_state=16, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=8,
                 num_experts_per_tok=2, num_local_experts=4, position_embedding_type="nope",
-                shared_intermediate_size=64),
-        "Mamba state",
+                attention_bias=False, attention_multiplier=0.0078125, embedding_multiplier=12, logits_scaling=16,
+                mamba_chunk_size=256, mamba_conv_bias=True, mamba_proj_bias=False, normalization_function="rmsnorm",
+                residual_multiplier=0.22, rope_scaling=None, rope_theta=10000, shared_intermediate_size=64)
+    ),
+    "granite-4.0-h-micro": PublishedConfig(
+        _causal("GraniteMoeHybridForCausalLM", "granitemoehybrid", layer_types=["mamba", "mamba", "mamba", "attention"],
+                mamba_d_conv=4, mamba_d_head=16, mamba_d_state=16, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=8,
+                num_experts_per_tok=0, num_local_experts=0, position_embedding_type="nope", residual_multiplier=0.22,
+                shared_intermediate_size=64, tie_word_embeddings=True)
     ),
     "Nemotron-3-Nano-30B-A3B": PublishedConfig(
         _causal("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern="MEM*", mamba_head_dim=16,
-                mamba_num_heads=4, n_routed_experts=4, ssm_state_size=16),
-        "Mamba state",
+                attention_bias=False, chunk_size=128, conv_kernel=4, expand=2, head_dim=16, layer_norm_epsilon=1e-05,
+                mamba_hidden_act="silu", mamba_num_heads=4, mamba_proj_bias=False, mamba_ssm_cache_dtype="float32",
+                mlp_bias=False, mlp_hidden_act="relu2", moe_intermediate_size=32, n_group=1, n_groups=2,
+                moe_shared_expert_intermediate_size=64, n_routed_experts=4, n_shared_experts=1, norm_topk_prob=True,
+                norm_eps=1e-05, num_experts_per_tok=2, partial_rotary_factor=1.0, rescale_prenorm_residual=True,
+                residual_in_fp32=False, rope_theta=10000, routed_scaling_factor=2.5, sliding_window=None,
+                ssm_state_size=16, time_step_floor=0.0001, time_step_limit=[0.0, math.inf], time_step_max=0.1,
+                time_step_min=0.001, topk_group=1, use_bias=False, use_conv_bias=True, use_mamba_kernels=True)
+    ),
+    "Nemotron-Nano-9B-v2": PublishedConfig(
+        _causal("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern="M-M*", mamba_head_dim=16,
+                head_dim=16, mamba_num_heads=4, mlp_hidden_act="relu2", n_groups=2, ssm_state_size=16,
+                time_step_limit=[0.0, math.inf])
+    ),
+    "Nemotron-3-Super-120B-A12B": PublishedConfig(
+        _causal("NemotronHForCausalLM", "nemotron_h", hybrid_override_pattern="MEM*", mamba_head_dim=16, head_dim=16,
+                mamba_num_heads=4, mlp_hidden_act="relu2", moe_latent_size=32, n_groups=2, n_routed_experts=4,
+                ssm_state_size=16),
+        "moe_latent_size = 32",
+    ),
+    "Falcon-H1-1.5B-Instruct": PublishedConfig(
+        _causal("FalconH1ForCausalLM", "falcon_h1", attention_in_multiplier=1.0, attention_out_multiplier=0.9375,
+                embedding_multiplier=5.65, head_dim=16, key_multiplier=0.39, lm_head_multiplier=0.0195,
+                mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=16, mamba_d_ssm=96,
+                mamba_d_state=16, mamba_expand=2, mamba_n_groups=1, mamba_n_heads=6, mamba_norm_before_gate=False,
+                mamba_proj_bias=False, mamba_rms_norm=False, mamba_use_mlp=True, mlp_expansion_factor=8,
+                mlp_multipliers=[0.88, 0.26], projectors_bias=False, rope_scaling=None, rope_theta=100000000000.0,
+                ssm_in_multiplier=1.25, ssm_multipliers=[0.35, 0.25, 0.35, 0.5, 0.5], ssm_out_multiplier=0.23)
     ),
     "MiniMax-Text-01": PublishedConfig(
         _causal("MiniMaxText01ForCausalLM", "minimax_text_01", attn_type_list=[0, 0, 0, 1]),

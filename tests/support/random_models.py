@@ -9,6 +9,7 @@ options = draw_setup(numbers, model, "V2")      # for compare() in differential.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,13 +63,17 @@ def draw_model(numbers: random.Random, families: Sequence[str] = FAMILIES) -> Ra
         fields["rope_parameters"] = _two_ropes(numbers, fields)
     else:
         fields["rope_parameters"] = _rope(numbers, fields, partial=family in ("glm4_moe", "minimax_m2", *RECURRENT))
+    if family == "nemotron_h" or fields.get("position_embedding_type", "rope") != "rope":
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+    if fields["rope_parameters"].get("rope_type") == "dynamic" and "time_step_limit" in fields:
+        fields["time_step_limit"] = [0.0, math.inf]  # answers are then compared with the library's, which has no limits
     if family == "mistral4":  # for other types, the library rotates as many values as whole heads have
         while fields["rope_parameters"]["rope_type"] not in ("yarn", "llama3"):
             fields["rope_theta"] = fields["rope_parameters"]["rope_theta"]
             fields["rope_parameters"] = _rope(numbers, fields, partial=False)
     if family in ("ministral3", "mistral4"):
         fields["rope_parameters"] |= _query_scale(numbers, fields)
-    legacy = numbers.random() < 0.4 and family != "gemma4_text"
+    legacy = numbers.random() < 0.4 and family not in ("gemma4_text", "nemotron_h")
     if legacy and family == "gpt_oss" and fields["rope_parameters"]["rope_type"] == "default":
         legacy = False  # without rope_scaling it has YaRN
     return RandomModel(
@@ -376,6 +381,98 @@ def _gemma4(numbers: random.Random, fields: Fields) -> Fields:
     return drawn
 
 
+def _mamba2(numbers: random.Random) -> Fields:
+    """Return sizes of mixers by Granite's and Falcon's names."""
+    groups = numbers.choice((1, 2, 3))
+    heads = groups * numbers.choice((1, 2, 4))
+    return {
+        "mamba_n_groups": groups,
+        "mamba_n_heads": heads,
+        "mamba_d_state": numbers.choice((8, 12, 16)),
+        "mamba_d_conv": numbers.choice((2, 3, 4)),
+        "mamba_conv_bias": numbers.choice(_BOOLEANS),
+        "mamba_proj_bias": numbers.choice(_BOOLEANS),
+        "time_step_limit": numbers.choice(([0.0, math.inf], [0.2, 0.8])),
+    }
+
+
+def _factor(numbers: random.Random) -> float:
+    return numbers.choice((1.0, round(numbers.uniform(0.6, 1.5), 2)))
+
+
+def _granite4(numbers: random.Random, fields: Fields) -> Fields:
+    layers = numbers.randrange(1, 5)
+    kinds = [numbers.choice(("linear_attention", "full_attention")) for _ in range(layers - 1)] + ["full_attention"]
+    numbers.shuffle(kinds)
+    drawn = _mamba2(numbers)
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    return {
+        **drawn,
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "hidden_size": math.lcm(4, drawn["mamba_n_heads"]) * math.ceil(40 / math.lcm(4, drawn["mamba_n_heads"])),
+        "mamba_expand": 2,
+        "mamba_d_head": "auto",
+        **_experts(numbers, "num_local_experts"),
+        "shared_intermediate_size": numbers.choice((16, 48)),
+        "position_embedding_type": numbers.choice((None, "rope", "nope")),
+        "attention_bias": numbers.choice(_BOOLEANS),
+        **{name: _factor(numbers) for name in names},
+        **({"num_local_experts": 0} if numbers.random() < 0.4 else {}),
+    }
+
+
+def _nemotron_h(numbers: random.Random, fields: Fields) -> Fields:
+    pattern = [numbers.choice("MMM*-E") for _ in range(numbers.randrange(0, 6))] + ["*"]
+    numbers.shuffle(pattern)
+    groups = numbers.choice((1, 2, 3))
+    has_experts = "E" in pattern
+    experts = numbers.choice((4, 8))
+    kept = numbers.choice((1, 2))
+    return {
+        "hybrid_override_pattern": "".join(pattern),
+        "n_groups": groups,
+        "mamba_num_heads": groups * numbers.choice((1, 2, 4)),
+        "mamba_head_dim": numbers.choice((8, 12, 16)),
+        "ssm_state_size": numbers.choice((8, 12, 16)),
+        "conv_kernel": numbers.choice((2, 3, 4)),
+        "use_conv_bias": numbers.choice(_BOOLEANS),
+        "use_bias": numbers.choice(_BOOLEANS),
+        "mlp_bias": not has_experts and numbers.choice(_BOOLEANS),
+        "layer_norm_epsilon": numbers.choice((1e-5, 1e-3)),
+        "n_routed_experts": experts,
+        "n_group": 2,
+        "topk_group": kept,
+        "num_experts_per_tok": numbers.choice((1, 2)),
+        "moe_intermediate_size": numbers.choice((16, 48)),
+        "moe_shared_expert_intermediate_size": numbers.choice((16, 48)),
+        "norm_topk_prob": numbers.choice(_BOOLEANS),
+        "routed_scaling_factor": numbers.choice((1.0, 2.5)),
+    }
+
+
+def _falcon_h1(numbers: random.Random, fields: Fields) -> Fields:
+    drawn = _mamba2(numbers)
+    inputs = 1.0 if drawn["mamba_proj_bias"] else _factor(numbers)
+    names = [
+        f"{name}_multiplier" for name in ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_out")
+    ]
+    return {
+        **drawn,
+        "mamba_d_ssm": drawn["mamba_n_heads"] * numbers.choice((8, 12, 16)),
+        "mamba_d_head": "auto",
+        "mamba_rms_norm": numbers.choice(_BOOLEANS),
+        "mamba_norm_before_gate": numbers.choice(_BOOLEANS),
+        "projectors_bias": numbers.choice(_BOOLEANS),
+        "attention_bias": numbers.choice(_BOOLEANS),
+        "mlp_bias": numbers.choice(_BOOLEANS),
+        "ssm_in_multiplier": inputs,
+        "ssm_multipliers": [_factor(numbers) for _ in range(5)],
+        "mlp_multipliers": [_factor(numbers) for _ in range(2)],
+        **{name: _factor(numbers) for name in names},
+    }
+
+
 def _two_ropes(numbers: random.Random, fields: Fields) -> Fields:
     """Return rope_parameters of both kinds of layers in Gemma 4, and remove the theta."""
     theta = fields.pop("rope_theta")
@@ -408,6 +505,9 @@ _SPECIFIC: dict[str, Callable[[random.Random, Fields], Fields]] = {
     "qwen3_5_moe_text": _recurrent_moe,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "granitemoehybrid": _granite4,
+    "nemotron_h": _nemotron_h,
+    "falcon_h1": _falcon_h1,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "mistral4": _mistral4,

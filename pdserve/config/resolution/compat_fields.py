@@ -13,7 +13,7 @@ from pdserve.model.model_config import ModelConfig
 from pdserve.model.pooling import GENERATE, PoolingConfig
 
 #: Fields of a model that earlier releases do not have: where they are empty, both releases have one hash.
-_LATER_FIELDS = ("conv_bias", "gemma4", "kv_heads", "kv_sources")
+_LATER_FIELDS = ("attends", "conv_bias", "gemma4", "kv_heads", "kv_sources", "mamba2")
 
 
 def compat_fields_of(

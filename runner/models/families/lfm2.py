@@ -25,10 +25,9 @@ class Lfm2ForCausalLM(Decoder):
         return Attention(self.context, layer, head_norms=True)
 
     def make_mixer(self, layer: int) -> Attention | ShortConvolution:
-        first = self.first_layer
-        attending = self.config.kv_layers_in(range(first, first + layer))
-        if self.config.is_recurrent(first + layer):
-            return ShortConvolution(self.context, layer - attending)
+        attending, recurrent = self.mixers_before(layer)
+        if self.config.is_recurrent(self.first_layer + layer):
+            return ShortConvolution(self.context, recurrent)
         return self.make_attention(attending)
 
     def checkpoint_name(self, name: str) -> str:

@@ -18,10 +18,9 @@ class Qwen3NextForCausalLM(Decoder):
         return Attention(self.context, layer, qkv_bias=bias, out_bias=bias, head_norms=True)
 
     def make_mixer(self, layer: int) -> Attention | GatedDeltaNet:
-        first = self.first_layer
-        attending = self.config.kv_layers_in(range(first, first + layer))
-        if self.config.is_recurrent(first + layer):
-            return GatedDeltaNet(self.context, layer - attending, merged=self.merged_inputs)
+        attending, recurrent = self.mixers_before(layer)
+        if self.config.is_recurrent(self.first_layer + layer):
+            return GatedDeltaNet(self.context, recurrent, merged=self.merged_inputs)
         return self.make_attention(attending)
 
     def checkpoint_name(self, name: str) -> str:

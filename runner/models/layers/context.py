@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch.nn.functional as F
+
 from pdserve.config.parallel import RankPosition
 from pdserve.model.model_config import ModelConfig
 from pdserve.model.quantization.kept_weights import EXPERTS, METHODS
@@ -23,6 +25,8 @@ from runner.models.quantization import (
     linear_method_class,
 )
 from runner.placement import TensorPlacement
+
+SQUARED_RELU = GatedActivation(lambda ups: F.relu(ups).square_(), is_silu=False, has_gates=False)
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,13 @@ class ModelContext:
     def experts(self, shard: ExpertsShard, activation: GatedActivation | None = None) -> ExpertsMethod:
         """Create a rank's experts of a layer in the form that they have in memory; experts with biases are others.
 
-        ``activation`` None: SiLU.
+        ``activation`` None: SiLU, or the square of ReLU for experts without gates.
         """
         form = self.experts_form
         path = self.config.linear_format.experts_method if form is None else METHODS[form.kind].experts
         options = form or self.config.quantization
-        return experts_method_class(path)(shard, activation or self.silu, self.placement, options)
+        usual = self.silu if self.config.has_gates else SQUARED_RELU
+        return experts_method_class(path)(shard, activation or usual, self.placement, options)
 
     @property
     def experts_form(self) -> LayerForm | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,13 +12,16 @@ from runner.batch import Activations, RotaryCosSin
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.gated_delta_net import GatedDeltaNet
+from runner.models.layers.hybrid import ParallelMixers
 from runner.models.layers.latent_attention import LatentAttention
+from runner.models.layers.mamba2 import Mamba2Mixer
 from runner.models.layers.mlp import MLPBlock
 from runner.models.layers.norm_weight import NormWeight
 from runner.models.layers.short_convolution import ShortConvolution
 from runner.models.layers.weight_shard import WeightShards, prefixed
 
-Mixer = Attention | LatentAttention | GatedDeltaNet | ShortConvolution  # what mixes the tokens of a layer
+# Mixes the tokens of a layer.
+Mixer = Attention | LatentAttention | GatedDeltaNet | ShortConvolution | Mamba2Mixer | ParallelMixers
 
 
 class RMSNorm:
@@ -81,6 +85,29 @@ class NormedMLP:
         self.block.process_weights_after_loading()
 
 
+class AnyLayer(Protocol):
+    """A layer behind an RMS norm of the residual; see ``DecoderLayer``."""
+
+    @property
+    def input_norm(self) -> InputNorm: ...
+
+    def __call__(
+        self,
+        x: Activations,
+        residual: Tensor,
+        rotary: RotaryCosSin,
+        backend: AttentionBackend,
+        output_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def store(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> None:
+        """Keep what later tokens need, where no output is asked for."""
+
+    def weight_shards(self) -> WeightShards: ...
+
+    def process_weights_after_loading(self) -> None: ...
+
+
 class DecoderLayer:
     def __init__(self, context: ModelContext, attention: Mixer, mlp: MLPBlock) -> None:
         self.input_norm = InputNorm(context, attention.quantized_group)
@@ -106,6 +133,10 @@ class DecoderLayer:
             attended = attended.index_select(0, output_tokens)
             residual = residual.index_select(0, output_tokens)
         return self.mlp.add(self.attention.project(attended), residual), residual
+
+    def store(self, x: Activations, rotary: RotaryCosSin, backend: AttentionBackend) -> None:
+        """Store keys and values, and update recurrent states, where no output is asked for."""
+        self.attention.store(x, rotary, backend)
 
     def weight_shards(self) -> WeightShards:
         yield "input_layernorm.weight", self.input_norm.weight_shard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from runner.batch import Activations
@@ -49,3 +50,30 @@ class MLP:
     def process_weights_after_loading(self) -> None:
         self._gate_up.process_weights_after_loading()
         self._down.process_weights_after_loading()
+
+
+class UngatedMLP:
+    """down(relu(up(x))²)."""
+
+    def __init__(self, context: ModelContext, intermediate_size: int, *, bias: bool = False) -> None:
+        """``intermediate_size`` counts all shards."""
+        hidden_size = context.config.hidden_size
+        inner = ShardRange.even(intermediate_size, context.position)
+        self._up = MergedColumnParallelLinear(context, hidden_size, {"up_proj": inner}, bias)
+        self._down = RowParallelLinear(context, "down_proj", inner, hidden_size, bias)
+        self.quantized_group = self._up.quantized_group
+
+    def apply(self, x: Activations) -> Tensor:
+        return self._down.apply(squared_relu(self._up.apply(x)))
+
+    def weight_shards(self) -> WeightShards:
+        yield from self._up.weight_shards()
+        yield from self._down.weight_shards()
+
+    def process_weights_after_loading(self) -> None:
+        self._up.process_weights_after_loading()
+        self._down.process_weights_after_loading()
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square_()

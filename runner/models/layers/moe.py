@@ -12,7 +12,7 @@ from pdserve.model.moe import MoEConfig
 from runner.batch import Activations, Routing, SharedGate
 from runner.kernels.experts import expert_reference
 from runner.models.layers.context import ModelContext
-from runner.models.layers.mlp import MLP
+from runner.models.layers.mlp import MLP, MLPBlock
 from runner.models.layers.weight_shard import ShardRange, WeightShard, WeightShards, prefixed
 from runner.models.quantization import ExpertsMethod, ExpertsShard
 from runner.models.quantization.biased_experts import BiasedExperts
@@ -78,8 +78,11 @@ class MixtureOfExperts:
 
     router_class = Router
 
-    def __init__(self, context: ModelContext) -> None:
-        """Experts with biases are ``BiasedExperts``; others have the form of their layer."""
+    def __init__(self, context: ModelContext, make_shared: Callable[[ModelContext, int], MLPBlock] = MLP) -> None:
+        """Experts with biases are ``BiasedExperts``; others have the form of their layer.
+
+        ``make_shared`` makes the shared experts, given their intermediate size.
+        """
         config = context.config
         placement = context.placement
         moe = config.moe
@@ -94,7 +97,7 @@ class MixtureOfExperts:
             if moe.has_bias
             else context.experts(shard)
         )
-        self._shared = MLP(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
+        self._shared = make_shared(context, moe.shared_intermediate_size) if moe.shared_intermediate_size else None
         self._shared_gate: Tensor | None = None  # [1, hidden_size]
         if moe.has_shared_gate:
             self._shared_gate = torch.empty(1, config.hidden_size, device=placement.device, dtype=placement.dtype)

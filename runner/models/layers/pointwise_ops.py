@@ -7,7 +7,7 @@ from torch import Tensor
 
 from runner.batch import Activations
 from runner.distributed.parallel_state import ParallelState
-from runner.kernels.reference import gated_rms_norm, rms_norm, sigmoid_and_mul, silu_and_mul
+from runner.kernels.reference import gated_rms_norm, grouped_gated_norm, rms_norm, sigmoid_and_mul, silu_and_mul
 
 
 class PointwiseOps:
@@ -50,3 +50,12 @@ class PointwiseOps:
         gate [tokens, heads * size], with rows at any stride → [tokens, heads * size].
         """
         return gated_rms_norm(x, gate, weight, self._device_eps)
+
+    def grouped_gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, gate_first: bool
+    ) -> Tensor:
+        """Multiply x [tokens, size] by silu(gate), and norm each of its groups; scaled by weight [size].
+
+        The norm comes before the product unless ``gate_first``; without a weight there is none. gate: at any stride.
+        """
+        return grouped_gated_norm(x, gate, weight, groups, gate_first, self._eps)

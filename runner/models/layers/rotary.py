@@ -119,6 +119,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     """Return inverse frequencies [head_dim / 2] float32 and the factor of cos and sin."""
     frequencies = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     inv_freq = 1.0 / frequencies
+    if rope.rope_type == "none":  # all angles are 0
+        return torch.zeros_like(inv_freq), 1.0
     if rope.rope_type == "proportional":  # the first pairs rotate, the others have an angle of 0
         pairs = torch.arange(head_dim // 2)
         rotates = pairs < int(rope.params["partial_rotary_factor"] * head_dim // 2)

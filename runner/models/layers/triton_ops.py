@@ -6,7 +6,7 @@ from torch import Tensor
 
 from runner.batch import Activations
 from runner.kernels.activation import sigmoid_and_mul, silu_and_mul
-from runner.kernels.norm import add_rms_norm, gated_rms_norm, quantized_rms_norm, rms_norm
+from runner.kernels.norm import add_rms_norm, gated_rms_norm, grouped_gated_norm, quantized_rms_norm, rms_norm
 from runner.models.layers.pointwise_ops import PointwiseOps
 
 
@@ -36,3 +36,8 @@ class TritonPointwiseOps(PointwiseOps):
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, weight, self._eps)
+
+    def grouped_gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, groups: int, gate_first: bool
+    ) -> Tensor:
+        return grouped_gated_norm(x, gate, weight, groups, gate_first, self._eps)

@@ -23,6 +23,7 @@ class GatedActivation(NamedTuple):
 
     values: Callable[[Tensor], Tensor]  # [rows, size] of gates and ups [rows, 2 * size]
     is_silu: bool = True
+    has_gates: bool = True  # else ``values`` takes ups only, [rows, size]
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         return self.values(gate_up)

@@ -31,7 +31,8 @@ class UnquantizedExperts(ExpertsMethod):
         num_experts = len(shard.local)
         inner = shard.inner.size
         place: dict[str, Any] = {"device": placement.device, "dtype": placement.stored}
-        self._gate_up = torch.empty(num_experts, 2 * inner, shard.hidden_size, **place)
+        outputs = 2 * inner if activation.has_gates else inner
+        self._gate_up = torch.empty(num_experts, outputs, shard.hidden_size, **place)
         self._down = torch.empty(num_experts, shard.hidden_size, inner, **place)
 
     def weight_shards(self) -> WeightShards:
@@ -40,9 +41,9 @@ class UnquantizedExperts(ExpertsMethod):
         outputs = (inner.full_size, hidden_size)
         inputs = (hidden_size, inner.full_size)
         for index, expert in enumerate(self._shard.local):
-            gate, up = self._gate_up[index].split(inner.size)
+            *gate, up = self._gate_up[index].split(inner.size)
             for name, memory, full, dim in (
-                ("gate_proj", gate, outputs, 0),
+                *(("gate_proj", memory, outputs, 0) for memory in gate),
                 ("up_proj", up, outputs, 0),
                 ("down_proj", self._down[index], inputs, 1),
             ):
