@@ -51,7 +51,10 @@ def adapters_problem(model: ModelConfig) -> str:
             "native family, or serve the merged weights"
         )
     if model.state is not None and not isinstance(model.state, GatedDeltaSpec):
-        return f"{model.architecture} has short convolutions, whose layers take no adapters; serve the merged weights"
+        return (
+            f"{model.architecture} has short convolutions or Mamba2 mixers, whose layers take no adapters; serve the merged "
+            "weights"
+        )
     return ""
 
 
