@@ -52,8 +52,8 @@ def adapters_problem(model: ModelConfig) -> str:
         )
     if model.state is not None and not isinstance(model.state, GatedDeltaSpec):
         return (
-            f"{model.architecture} has short convolutions or Mamba2 mixers, whose layers take no adapters; serve the merged "
-            "weights"
+            f"{model.architecture} has short convolutions or Mamba2 mixers, whose layers take no adapters; serve the "
+            "merged weights"
         )
     return ""
 
