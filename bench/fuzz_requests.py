@@ -3,6 +3,7 @@
     python bench/fuzz_requests.py --minutes 30 [--seed 1]
     python bench/fuzz_requests.py --minutes 30 --kinds recurrent --runners V1     of one kind of KV cache
     python bench/fuzz_requests.py --minutes 30 --kinds images                     chats with 0 to 4 images
+    python bench/fuzz_requests.py --minutes 30 --kinds images --runners V2        few and short, on 2 layers
     python bench/fuzz_requests.py --seed 1 --fleet 7                         one fleet again, as a difference names it
 
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine, on its CPU. Each fleet has a
@@ -58,8 +59,8 @@ from checkpoints import RECURRENT, make_checkpoint
 from fault_injection import inject, is_ready, recover
 from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 from image_chats import RandomChats, lengthened
+from image_checkpoints import DEEPSTACK, VOCABULARY, add_predictor, largest_embeddings, make_image_checkpoint
 from image_checkpoints import KINDS as SEEING
-from image_checkpoints import VOCABULARY, add_predictor, largest_embeddings, make_image_checkpoint
 from random_requests import add_stops, new_chat, new_request
 
 KINDS = {  # kinds of KV cache, with families
@@ -79,12 +80,17 @@ IMAGE_CHUNKS = (16, 48, 64, 200, 2048)  # tokens of a step at most
 IMAGE_CONTEXT = 1280  # tokens
 LEAST_DRAFTING = 32  # tokens of a step of 8 sequences with 3 drafts each
 SMALL_CHUNKS = (16, 48, 64)  # beside nodes of V2: its interpreter takes seconds for a hundred tokens
-SMALL_LONGEST = 60  # tokens of a chat's texts there
+SMALL_LONGEST = 40  # tokens of a chat's texts there
+SMALL_TEXT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4}
+DEEPSTACK_LAYERS = 3  # text layers that a tower joins
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
 #: Triton's interpreter takes seconds per token on a busy machine, and no D may pause for minutes.
 PATIENT = ("--client-stall-timeout", f"{ANSWER_SECONDS}", "--request-timeout", f"{4 * ANSWER_SECONDS}")
-NOISE = 2  # requests at a time whose clients leave
+NOISE = 2  # requests at a time whose clients leave; one beside nodes of V2 that see
+#: Numbers of flags that are not given: usually, and for chats with images to nodes of V2. There, a request that is not
+#: read would take minutes.
+NUMBERS = {"requests": (12, 3), "unread": (3, 0), "max_tokens": (12, 4)}
 TOLERANCE = 1e-4  # largest difference of log-probabilities
 TOLERANCES = dict.fromkeys((*KINDS["recurrent"], "qwen3_5", "qwen3_5_moe"), 1e-3)
 ALWAYS = ("--speculate-when", "always")
@@ -177,7 +183,7 @@ class FleetPlan:
     @property
     def longest(self) -> int:
         """Tokens of a prompt without images, or of a chat's texts."""
-        return SMALL_LONGEST if self.sees and self.interprets else LONGEST
+        return SMALL_LONGEST if self.is_slow else LONGEST
 
     def chats(self, rng: random.Random) -> RandomChats:
         return RandomChats(rng, like_placeholders=True, small=self.interprets)
@@ -189,12 +195,32 @@ class FleetPlan:
     def make(self, path: Path, seed: int) -> Path:
         """Write the checkpoint."""
         if self.sees:
-            model = make_image_checkpoint(path, self.family, seed=seed)
+            model = make_image_checkpoint(path, self.family, seed=seed, **self._small_layers)
             if self.predicts:
                 add_predictor(model)
             return model
         layers: Body = {} if self.family in RECURRENT else {"num_hidden_layers": 2}
         return add_tokenizer(make_checkpoint(path, self.family, seed=seed, vocab_size=self.vocabulary, **layers))
+
+    @property
+    def _small_layers(self) -> Body:
+        """Fields of text_config for Triton's interpreter."""
+        if not self.is_slow:
+            return {}
+        if self.family in DEEPSTACK:
+            return {"num_hidden_layers": DEEPSTACK_LAYERS}
+        return SMALL_TEXT if self.family in ("qwen3_5", "qwen3_5_moe") else {"num_hidden_layers": 2}
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether Triton's interpreter computes prompts with images."""
+        return self.sees and self.interprets
+
+    def numbers(self, args: argparse.Namespace) -> argparse.Namespace:
+        """Return the flags, with numbers where they are not given."""
+        given = vars(args)
+        drawn = {name: choices[self.is_slow] for name, choices in NUMBERS.items() if given[name] is None}
+        return argparse.Namespace(**given | drawn)
 
     @property
     def common_flags(self) -> list[str]:
@@ -398,7 +424,8 @@ class Round:
 
     async def _together(self, way: str, client: httpx.AsyncClient) -> None:
         """Send all requests at the same time, beside neighbours whose clients leave."""
-        neighbours = [asyncio.create_task(self._neighbour(client, self.rng.getrandbits(60))) for _ in range(NOISE)]
+        noise = 1 if self.plan.is_slow else NOISE
+        neighbours = [asyncio.create_task(self._neighbour(client, self.rng.getrandbits(60))) for _ in range(noise)]
         salts = [self._salt() for _ in self.bodies]
         try:
             answers = await asyncio.gather(
@@ -518,6 +545,7 @@ def fuzz_fleet(number: int, args: argparse.Namespace, until: float) -> Findings:
     """Run rounds on one fleet until one finds a difference."""
     rng = random.Random(f"{args.seed}/{number}")
     plan = FleetPlan.draw(rng, args)
+    args = plan.numbers(args)
     findings = Findings()
     print(f"fleet {number}: {plan}", flush=True)
     with tempfile.TemporaryDirectory() as directory, World.start(plan, Path(directory), number) as world:
@@ -546,11 +574,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fleet", type=int, metavar="N", help="only this fleet")
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="of a fleet (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=12, metavar="N", help="of a round (default %(default)s)")
+    defaults = {name: f"default {usual}; {slow} for images on V2" for name, (usual, slow) in NUMBERS.items()}
+    parser.add_argument("--requests", type=int, metavar="N", help=f"of a round ({defaults['requests']})")
     parser.add_argument(
-        "--unread", type=int, default=3, metavar="N", help="requests of a round that are not read (default %(default)s)"
+        "--unread", type=int, metavar="N", help=f"requests of a round that are not read ({defaults['unread']})"
     )
-    parser.add_argument("--max-tokens", type=int, default=12, metavar="N", help="of an answer (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"of an answer ({defaults['max_tokens']})")
     parser.add_argument(
         "--vocabularies", type=int, nargs="+", default=[4096, 4099, 4128, 4133], metavar="N", help="sizes to draw from"
     )

@@ -31,6 +31,7 @@ COMMANDS = {
     "explain": Command("cli.explain", "show the resolved configuration without loading weights"),
     "plan": Command("cli.plan.command", "compute how many prefill and decode nodes a workload needs"),
     "probe": Command("cli.probe", "check the health of a node: exit status 0 if healthy"),
+    "lora": Command("cli.lora", "list, load and unload the LoRA adapters of running nodes"),
     "weights": Command("cli.weights", "show and change the weights of running nodes"),
     "key": Command("cli.key", "make an API key and its entry for `pdserve router --api-keys FILE`"),
 }

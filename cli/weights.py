@@ -41,24 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> CommandParser:
     parser = command_parser("pdserve weights", "Show and change the weights of running nodes.")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _add_nodes(actions.add_parser("show", help="print state and weights of nodes"))
+    add_nodes(actions.add_parser("show", help="print state and weights of nodes"))
     reload = actions.add_parser("reload", help="load another checkpoint of the same model, one node after the other")
-    _add_nodes(reload)
+    add_nodes(reload)
     _add_model(reload, required=True)
     _add_when(reload)
     _add_pause(reload)
     patch = actions.add_parser("patch", help="change some values of the weights, one node after the other")
-    _add_nodes(patch)
+    add_nodes(patch)
     patch.add_argument("--file", required=True, metavar="FILE", help="patch in safetensors format (docs/weights.md)")
     _add_when(patch)
     _add_pause(patch)
     sleep = actions.add_parser(
         "sleep", help="end the engines of nodes: weights and KV are dropped, all memory is freed"
     )
-    _add_nodes(sleep)
+    add_nodes(sleep)
     _add_when(sleep)
     wake = actions.add_parser("wake", help="start the engines of sleeping nodes again")
-    _add_nodes(wake)
+    add_nodes(wake)
     _add_model(wake, required=False)
     return parser
 
@@ -70,7 +70,8 @@ def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--model", required=required, default="", metavar="DIR", help=text)
 
 
-def _add_nodes(parser: argparse.ArgumentParser) -> None:
+def add_nodes(parser: argparse.ArgumentParser) -> None:
+    """Add the addresses of nodes, and how to call them."""
     parser.add_argument("nodes", nargs="+", metavar="NODE", help="host:port of a node")
     add_flag(parser, "grpc_tls", GRPC_TLS)
 
@@ -118,11 +119,12 @@ def weights(args: argparse.Namespace) -> int:
 async def _show(nodes: list[str], tls: PeerTls | None) -> None:
     for address in nodes:
         async with open_channel(address, tls=tls) as channel:
-            node = await _describe(channel, address, tls)
+            node = await describe(channel, address, tls)
         print(f"{address}  {node.role:<8} {node.state:<16} weights {node.weights or '-'}  epoch {node.epoch}")
 
 
-async def _describe(channel: grpc.aio.Channel, address: str, tls: PeerTls | None) -> pb.NodeDescription:
+async def describe(channel: grpc.aio.Channel, address: str, tls: PeerTls | None) -> pb.NodeDescription:
+    """Ask a node to describe itself, once it accepts the connection. Raises NodeError."""
     await _check_speaks(address, plain=tls is None)
     stub = pb_grpc.NodeStub(channel)
     try:
@@ -164,7 +166,7 @@ async def _change(nodes: list[str], tls: PeerTls | None, change: Change, pause: 
     for done, address in enumerate(nodes):
         await asyncio.sleep(pause if done else 0.0)
         async with open_channel(address, tls=tls) as channel:
-            await _describe(channel, address, tls)  # waits for the connection, which a busy node may not accept at once
+            await describe(channel, address, tls)  # waits for the connection, which a busy node may not accept at once
             try:
                 changed = await change(channel)
             except grpc.aio.AioRpcError as exc:

@@ -119,6 +119,8 @@ class Engine:
                     scheduler.free_lease(rid)
                 case messages.PutPixels() | messages.DropPixels():
                     scheduler.images.take(command)
+                case messages.AddAdapter() | messages.RemoveAdapter():
+                    scheduler.adapters.take(command)
                 case messages.Connect(peer):
                     scheduler.connector.peers.connect(peer)
                 case messages.Disconnect(epoch):
@@ -155,13 +157,14 @@ class Engine:
         """Pass orders to the connector, and its events on to the scheduler and the frontend."""
         connector = self._scheduler.connector
         while True:
-            orders = connector.take_orders()
+            orders = self._scheduler.adapters.add_orders(connector.take_orders())
             if orders is not NO_ORDERS:
                 self._ranks.start_transfers(orders)
             output = self._ranks.poll()
             if output is EMPTY_OUTPUT:
                 return
             connector.update(output)  # the end of a read orders its digests
+            self._scheduler.adapters.update(output)
 
     def _change_weights(self, command: messages.ChangeWeights) -> None:
         while not self._pipeline.empty:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import runner
+from engine.adapters.build import build_adapters
 from engine.channel import Channel, ChannelClosed
 from engine.engine import Engine
 from engine.executor.build import build_ranks
@@ -131,6 +132,7 @@ def make_scheduler(config: NodeConfig, ranks: Ranks, grammars: GrammarWorkers, a
         connector=_connector_factory(config, ranks, agent),
         drafting=build_drafting(config),
         images=build_images(config, ranks.kv_layout.block_size),
+        adapters=build_adapters(config),
         grammars=grammars,
         clock=time.monotonic,
     )

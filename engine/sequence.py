@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from engine.request import Request
 from engine.sequence_parts import NO_SEQUENCE_DRAFTS, BlockTable, Constraint, SequenceDrafts, SplitLoad
 from engine.sequence_state import SequenceState
+from pdserve.adapters.adapter import NO_ADAPTER_SLOT
 from pdserve.hashing import BlockHashes
 from pdserve.kv.states import NO_SLOT
 from pdserve.records import NewSequence, ScheduledSequence
@@ -59,6 +60,7 @@ class Sequence:
     state: SequenceState | None = None  # None: no recurrent layers, or no blocks yet
     split: SplitLoad | None = None  # None: steps compute no part of a load
     constraint: Constraint | None = None  # None: any token may follow
+    adapter_slot: int = NO_ADAPTER_SLOT  # slot of its adapter since its admission
 
     def __post_init__(self) -> None:
         self.length = len(self.token_ids)
@@ -204,6 +206,10 @@ class Sequence:
     def end(self) -> None:
         self.ended = True
 
+    def use_adapter(self, slot: int) -> None:
+        """Let its further steps read its adapter from this slot."""
+        self.adapter_slot = slot
+
     # ------------------------------------------------------------ steps
 
     def launch_decode(self, step: int) -> ScheduledSequence:
@@ -272,4 +278,5 @@ class Sequence:
             state_from=NO_SLOT if state is None or not self.num_computed else state.begin(),
             images=self.request.images,
             copies=self.table.take_copies(),
+            adapter_slot=self.adapter_slot,
         )

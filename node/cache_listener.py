@@ -19,6 +19,9 @@ class CacheListener:
     def publish(self, changes: CacheChanges) -> None:
         """The prefix cache has changed."""
 
+    def name_adapter(self, digest: str, name: str) -> None:
+        """Tell of an adapter under this name from now on."""
+
     def clear(self) -> None:
         """The engine starts or has ended, so its prefix cache is empty."""
 

@@ -15,6 +15,7 @@ from node.engine_client.client import EngineClient
 from node.health import NodeState
 from node.image_uploads import NO_UPLOADS, ImageUploads
 from node.streams.served_streams import Violations
+from pdserve.adapters.adapter import NamedAdapter
 from pdserve.config.compatibility import compat_hash, weights_version
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import Draining, NodeError
@@ -44,6 +45,7 @@ class NodeContext:
     weight_changes: dict[str, int] = field(default_factory=lambda: {"done": 0, "refused": 0, "failed": 0})
     compat_hash: str = ""  # empty until the digests of the weights are known
     images: ImageUploads = NO_UPLOADS
+    adapters: tuple[NamedAdapter, ...] = ()  # written by NodeAdapters
 
     def set_config(self, config: NodeConfig) -> None:
         """Use a configuration whose ``compat_fields`` are complete."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
@@ -64,6 +65,21 @@ class NodeMetrics(Collector):
             "Ordered changes of the weights, sleeps and wake-ups.",
             lambda: {(outcome,): float(count) for outcome, count in node.weight_changes.items()},
             ["outcome"],
+        )
+
+        metrics.read_gauge(
+            "pdserve_adapter_info",
+            "1 for each LoRA adapter that the node serves.",
+            lambda: {
+                (adapter.name, adapter.digest[:12], str(adapter.rank)): 1.0 for adapter in node.adapters if adapter.name
+            },
+            ["adapter", "digest", "rank"],
+        )
+        metrics.read_gauge(
+            "vllm:lora_requests_info",
+            "Time of the reading, in Unix seconds; labels are the adapters of running and waiting requests.",
+            lambda: _adapters_in_use(node),
+            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
 
         def status() -> Status:
@@ -183,6 +199,19 @@ def _identity(node: NodeContext) -> Reading:
     model = node.config.served_model_name
     runner = node.engine.decision.runner
     return {(node.node_id, node.role, model, runner, __version__, node.compat_hash, node.weights): 1.0}
+
+
+def _adapters_in_use(node: NodeContext) -> Reading:
+    limits = node.config.adapters
+    if limits is None:
+        return {}
+    names = {adapter.digest: adapter.name for adapter in node.adapters if adapter.name}
+    status = node.engine.status
+    running, waiting = (
+        ",".join(names.get(digest, digest[:12]) for digest in digests)
+        for digests in (status.running_adapters, status.waiting_adapters)
+    )
+    return {(str(limits.max_loras), running, waiting): time.time()}
 
 
 def _fields(status: Status, *names: str) -> Reading:

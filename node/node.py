@@ -23,6 +23,8 @@ from typing import Any
 import grpc
 
 from node import request_checks
+from node.adapters.node_adapters import NodeAdapters
+from node.adapters.service import ADAPTERS_SERVICE, AdapterChangesService
 from node.cache_listener import NO_LISTENER, CacheListener
 from node.context import NodeContext, Role
 from node.drain import ShutdownSignals, drain
@@ -87,10 +89,14 @@ class Node:
         self._health = Health(server, (NODE_SERVICE, WEIGHTS_SERVICE, *role.services))
         self.metrics = NodeMetrics(context, self._watch, role.metrics)
         service = NodeService(self._reports, lambda: self._engine.status, self.metrics)
-        add_node_service(server, service, (WEIGHTS_SERVICE, CHANGES_SERVICE, *context.images.services, *role.services))
+        services = (WEIGHTS_SERVICE, CHANGES_SERVICE, ADAPTERS_SERVICE, *context.images.services, *role.services)
+        add_node_service(server, service, services)
         pb_grpc.add_WeightsServicer_to_server(WeightsService(context), server)
         self._changes = WeightChanges(context)
         pb_grpc.add_WeightChangesServicer_to_server(WeightChangesService(context, self._changes, weights_root), server)
+        self._adapters = NodeAdapters(context, self._on_adapters)
+        orders = AdapterChangesService(context, self._adapters, weights_root)
+        pb_grpc.add_AdapterChangesServicer_to_server(orders, server)
         self._drainable = role.attach(context, server)
 
     async def start_server(self) -> None:
@@ -158,6 +164,13 @@ class Node:
         for changes in batch.cache_changes:
             self._cache_listener.publish(changes)
 
+    def _on_adapters(self) -> None:
+        """Tell routers, and listeners of the cache, of the adapters."""
+        for adapter in self._context.adapters:
+            if adapter.name:
+                self._cache_listener.name_adapter(adapter.digest, adapter.name)
+        self._reports.wake()
+
     def _begin_engine(self) -> None:
         """Reset reports and what listens to the cache, as an engine starts or has ended."""
         self._reports.begin_engine()
@@ -186,6 +199,7 @@ class Node:
             ready, here = await asyncio.gather(self._engine.start(config, peer), digests)
             for files in ready.loaded_files:
                 check_same_files(config.model_dir, files, here.files)
+            await self._adapters.load_given()
             return with_host_digests(config, (here, *ready.digests))
         finally:
             stop.set()

@@ -4,7 +4,7 @@
                                    └─► ReportSubscriber …
 
 A slow router delays no other: its unreported changes are merged, so they never outgrow the cache. Each report has the
-digest of the whole cache: a router whose index differs begins again.
+digest of the whole cache: a router whose index differs begins again. Images with embeddings are reported like blocks.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import reduce
+from itertools import islice
 from operator import xor
 
 from pdserve.hashing import SHORT_HASH_BYTES
 from pdserve.ipc.key_changes import KeyChanges
 from pdserve.ipc.messages import EventBatch, Status
 from pdserve.pb import pdserve_pb2 as pb
-from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS
+from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, MAX_REPORTED_IMAGES
 from pdserve.rpc.protobuf import step_costs_to_pb
 
 _REPORT_INTERVAL = 1.0  # seconds between two reports at most
@@ -55,7 +56,7 @@ class PromptShare:
 
 
 class CacheDigest:
-    """XOR of the short hashes of all cached blocks, of any sample of them."""
+    """XOR of the short hashes of all cached blocks, of any sample of them; likewise of images, by their digests."""
 
     def __init__(self) -> None:
         self._by_zeros: dict[int, int] = {}  # XOR of hashes, by 1 + their number of low zero bits
@@ -78,36 +79,55 @@ class _EngineReports:
         self.prompt_share = PromptShare(time.monotonic())
         self.cached: dict[bytes, None] = {}  # block hashes, oldest first
         self.digest = CacheDigest()
+        self.images: dict[bytes, None] = {}  # digests of images with embeddings, oldest first
+        self.images_digest = CacheDigest()
 
-    def on_batch(self, batch: EventBatch) -> None:
+    def on_batch(self, batch: EventBatch) -> list[bytes]:
+        """Return the images that are not reported any more: they were dropped, or there are too many newer ones."""
         self.status = batch.status
-        for block_hash in batch.cached:
-            if block_hash not in self.cached:
-                self.cached[block_hash] = None
-                self.digest.toggle(block_hash)
-        for block_hash in batch.evicted:
-            if block_hash in self.cached:
-                del self.cached[block_hash]
-                self.digest.toggle(block_hash)
+        _change(self.cached, self.digest, batch.cached, batch.evicted)
+        removed = [image for image in batch.images_dropped if image in self.images]
+        _change(self.images, self.images_digest, batch.images_cached, removed)
+        excess = list(islice(self.images, max(0, len(self.images) - MAX_REPORTED_IMAGES)))
+        _change(self.images, self.images_digest, (), excess)
+        return removed + excess
+
+
+def _change(keys: dict[bytes, None], digest: CacheDigest, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+    for key in added:
+        if key not in keys:
+            keys[key] = None
+            digest.toggle(key)
+    for key in removed:
+        if key in keys:
+            del keys[key]
+            digest.toggle(key)
 
 
 class ReportSubscriber:
     """One router. ``changed`` is set while there is something to report to it."""
 
-    def __init__(self, cached: dict[bytes, None]) -> None:
+    def __init__(self, cached: Iterable[bytes], images: Iterable[bytes]) -> None:
         self.changed = asyncio.Event()
         self._reported: Status | None = None
         self._changes = KeyChanges[bytes]()
         self._changes.add(*cached)
+        self._images = KeyChanges[bytes]()
+        self._images.add(*images)
 
-    def on_batch(self, batch: EventBatch) -> None:
+    def on_batch(self, batch: EventBatch, removed_images: Sequence[bytes]) -> None:
         self._changes.add(*batch.cached)
         self._changes.remove(*batch.evicted)
-        if batch.cached or batch.evicted or self._reported is None or _differ(self._reported, batch.status):
+        self._images.add(*batch.images_cached)
+        self._images.remove(*removed_images)
+        has_changes = batch.cached or batch.evicted or batch.images_cached or removed_images
+        if has_changes or self._reported is None or _differ(self._reported, batch.status):
             self.changed.set()
 
-    def evicted(self, block_hash: bytes) -> None:
-        self._changes.remove(block_hash)
+    def lost(self, cached: Iterable[bytes], images: Iterable[bytes]) -> None:
+        """The engine has ended, with these blocks and images."""
+        self._changes.remove(*cached)
+        self._images.remove(*images)
         self.changed.set()
 
     def take(self, status: Status | None, digest: int, sample_bits: int) -> pb.CacheChange:
@@ -115,6 +135,11 @@ class ReportSubscriber:
         self.changed.clear()
         self._reported = status
         added, removed = (_short_hashes(hashes, sample_bits) for hashes in self._changes.take())
+        return pb.CacheChange(added=added, removed=removed, digest=digest)
+
+    def take_images(self, digest: int) -> pb.CacheChange:
+        """Return the changes of images since the last call; ``digest`` is reported with them."""
+        added, removed = (_short_hashes(digests, 0) for digests in self._images.take())
         return pb.CacheChange(added=added, removed=removed, digest=digest)
 
 
@@ -139,15 +164,14 @@ class NodeReports:
 
     def on_batch(self, batch: EventBatch) -> None:
         """Take in load and cache changes from the engine."""
-        self._engine.on_batch(batch)
+        removed_images = self._engine.on_batch(batch)
         for subscriber in self._subscribers:
-            subscriber.on_batch(batch)
+            subscriber.on_batch(batch, removed_images)
 
     def begin_engine(self) -> None:
         """The engine has ended, or has not begun: nothing of an earlier one holds."""
-        for block_hash in self._engine.cached:
-            for subscriber in self._subscribers:
-                subscriber.evicted(block_hash)
+        for subscriber in self._subscribers:
+            subscriber.lost(self._engine.cached, self._engine.images)
         self._engine = _EngineReports()
 
     def wake(self) -> None:
@@ -172,7 +196,8 @@ class NodeReports:
                 description = self.describe()
                 bits = description.cache_sample_bits
                 cache = subscriber.take(self._engine.status, self._engine.digest.of_sample(bits), bits)
-                report = pb.NodeReport(sequence=sequence, load=self._load(description), cache=cache)
+                images = subscriber.take_images(self._engine.images_digest.of_sample(0))
+                report = pb.NodeReport(sequence=sequence, load=self._load(description), cache=cache, images=images)
                 if description != reported:
                     report.description.CopyFrom(description)
                     reported = description
@@ -186,7 +211,7 @@ class NodeReports:
 
     @contextmanager
     def _subscribed(self) -> Iterator[ReportSubscriber]:
-        subscriber = ReportSubscriber(self._engine.cached)
+        subscriber = ReportSubscriber(self._engine.cached, self._engine.images)
         self._subscribers.add(subscriber)
         try:
             yield subscriber

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from pdserve.adapters.adapter import NO_ADAPTER, is_digest
 from pdserve.config.node_config import NodeConfig
-from pdserve.errors import RequestError, RequestTooLong
+from pdserve.errors import RequestError, RequestTooLong, shown
 from pdserve.grammar import check_size
 from pdserve.images import DIGEST_BYTES, ImageInput, ImageMode, Images, ImageSpan, choices_compute_images
 from pdserve.pb import pdserve_pb2 as pb
@@ -162,6 +163,11 @@ def _check_sampling(sampling: SamplingParams, config: NodeConfig) -> None:
         raise RequestError("bad_words has an entry without tokens; leave it out", "bad_words")
     _check_ids("bad_words", "token id", chain.from_iterable(sampling.bad_words), vocab_size)
     check_size(sampling.grammar)
+    if sampling.adapter != NO_ADAPTER and not is_digest(sampling.adapter):
+        raise RequestError(
+            f"adapter {shown(sampling.adapter)} is no digest; send 64 hexadecimal digits, or none for the base",
+            "model",
+        )
 
 
 def _check_ids(name: str, what: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
+from msgspec.structs import asdict
 from prometheus_client.registry import Collector
 
 from node.context import NodeContext, Role
@@ -58,7 +59,9 @@ def describe(node: NodeContext, role: Role) -> pb.NodeDescription:
         pooling=None
         if pooling is None
         else pb.Pooling(size=pooling.size, matryoshka=pooling.matryoshka, yes_or_no=pooling.method == YES_OR_NO),
+        adapters=[pb.NamedAdapter(**asdict(adapter)) for adapter in node.adapters],
         images=None if accepted is None else image_input_to_pb(accepted),
+        image_cost=None if accepted is None else pb.ImageCost(**asdict(config.image_token_cost)),
         continued_images=None if continued is None else image_input_to_pb(continued),
     )
 

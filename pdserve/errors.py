@@ -9,6 +9,7 @@
     │   └── ModelNotFound       HTTP 404
     ├── Overloaded              HTTP 503
     │   ├── Draining
+    │   ├── AdapterMissing
     │   └── LeaseRevoked
     ├── DeadlineExceeded        HTTP 504
     └── NodeError               HTTP 502
@@ -89,6 +90,10 @@ class Overloaded(PdserveError):
 
 class Draining(Overloaded):
     """The node or router is shutting down: it accepts no new requests and migrates running ones (HTTP 503)."""
+
+
+class AdapterMissing(Overloaded):
+    """The node does not have the request's adapter: the router sends the request to one that has (HTTP 503)."""
 
 
 class LeaseRevoked(Overloaded):

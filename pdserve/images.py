@@ -8,6 +8,8 @@ counts as a column; its embedding is the text model's:
 
     token ids  … 9  [image] [image] [break] [image] [image] [end] 7 …         the same rows and columns
 
+Others have a token of text before and behind each image, such as Gemma's. These do not belong to the span.
+
 Spans travel beside the token ids from the router to the runner. No part searches a prompt for placeholder ids: text may
 hold them, too. Their positions are in image_positions.py.
 """
@@ -71,6 +73,9 @@ class ImageInput(msgspec.Struct, frozen=True):
     max_side: int = 0  # pixels, before sides are rounded up to tokens; 0: the number of pixels is bounded, not a side
     row_end: int = 0  # token of text that ends each row but the last; 0: rows have none
     image_end: int = 0  # token of text that ends the last row, if rows have such tokens
+    before: int = 0  # token of text before each image, outside its span; 0: none
+    behind: int = 0  # token of text behind each image, outside its span; 0: none
+    fills: bool = False  # images are enlarged or shrunk to max_pixels, and their sides rounded down to tokens
 
     @property
     def cell(self) -> int:
@@ -142,6 +147,13 @@ def images_among(images: Images, start: int, end: int) -> Images:
 
 def _end(span: ImageSpan) -> int:
     return span.end
+
+
+def tokens_to_end(images: Images, computed: int) -> int:
+    """Return the tokens from the one behind the first ``computed`` to the end of its image; 1 if it is text."""
+    for image in images_among(images, computed, computed + 1):
+        return image.end - computed
+    return 1
 
 
 def first_needed(images: Images, computed: int) -> ImageSpan | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pdserve.adapters.adapter import Adapter
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
 from pdserve.kv.layout import KVLayout, KVRegion
@@ -111,6 +112,15 @@ class ModelRunner(Protocol):
         Raises CheckpointError on every rank if one rank fails. Then the old weights are in use (``has_weights``), or
         ``launch`` raises NodeError until a reload succeeds.
         """
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Read this rank's part of an adapter into host memory. Any thread may call it, beside steps.
+
+        Plans may then name its digest in ``StepPlan.adapters``. Raises CheckpointError.
+        """
+
+    def drop_adapter(self, digest: str) -> None:
+        """Free the host memory of an adapter, which no slot holds; an unknown one is ignored."""
 
     @property
     def has_weights(self) -> bool:

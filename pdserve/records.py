@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pdserve.adapters.adapter import NO_ADAPTER_SLOT, AdapterSlot
+from pdserve.adapters.adapter import NO_ADAPTER_SLOT, Adapter, AdapterLoaded, AdapterSlot
 from pdserve.images import EncodedImage, Images
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
@@ -92,7 +92,7 @@ class DigestOrder(msgspec.Struct, frozen=True):
 
 
 class KVConnectorOrders(msgspec.Struct, frozen=True):
-    """Orders for every rank, about KV that no step writes. They wait for no step."""
+    """Orders for every rank that wait for no step: about KV that no step writes, and adapters in host memory."""
 
     connect: tuple[Peer, ...] = ()
     disconnect: tuple[str, ...] = ()  # epochs
@@ -101,6 +101,8 @@ class KVConnectorOrders(msgspec.Struct, frozen=True):
     copies: tuple[HostCopy, ...] = ()
     allocate_host_memory: bool = False  # begin the allocation
     disk: tuple[AnyDiskOrder, ...] = ()
+    dropped_adapters: tuple[str, ...] = ()  # digests; before the loads
+    adapters: tuple[Adapter, ...] = ()  # to be loaded to host memory
 
 
 NO_ORDERS = KVConnectorOrders()
@@ -217,7 +219,8 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def has_orders(self) -> bool:
-        return bool(self.scheduled or self.finished or self.digests or self.dropped_images or self.images)
+        orders = self.finished, self.digests, self.dropped_images, self.images, self.adapters
+        return bool(self.scheduled or any(orders))
 
     @property
     def num_tokens(self) -> int:
@@ -258,7 +261,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True):
-    """Events of one rank's connector since the last poll.
+    """Events of one rank since the last poll: of its connector, its memory behind the KV cache, its adapters.
 
     ``connected`` and ``failed_peers`` answer connect orders; the latter also name connections that broke later.
     """
@@ -270,6 +273,7 @@ class KVConnectorOutput(msgspec.Struct, frozen=True):
     copied: tuple[CopyResult, ...] = ()
     host_room: tuple[HostRoom, ...] = ()  # allocated so far, whenever it has grown
     disk: tuple[DiskEvent, ...] = ()
+    adapters: tuple[AdapterLoaded, ...] = ()
 
     def __bool__(self) -> bool:
         return any(getattr(self, name) for name in self.__struct_fields__)

@@ -15,7 +15,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pdserve.adapters.adapter import NO_ADAPTER
 from pdserve.ranges import Range
 
 MAX_CHOICES = 128  # per prompt
@@ -68,7 +67,7 @@ class SamplingParams(BodyParams, frozen=True, omit_defaults=True):
     thinking_start_ids: TokenIds = ()
     thinking_end_ids: TokenIds = ()
     thinking_call_ids: tuple[TokenIds, ...] = ()  # each ends the reasoning, too: it begins a call
-    adapter: str = NO_ADAPTER  # digest of the adapter that the request's model names
+    adapter: str = ""  # digest of the adapter that the request's model names; empty: the base
 
     def for_kv(self, num_choices: int) -> SamplingParams:
         """Return the parameters of a prompt with the same KV, for a node that only computes this KV.

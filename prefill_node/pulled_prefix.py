@@ -15,13 +15,10 @@ from pdserve.errors import PdserveError
 from pdserve.ipc.messages import KVConfirmed, PrefillLocally
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES, Peer, ReadResult
-from pdserve.rpc.protobuf import sampling_to_pb
-from pdserve.sampling_params import SamplingParams
+from pdserve.rpc.protobuf import sampling_from_pb, sampling_to_pb
 from pdserve.tracing.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, Span, SpanKind
 
 _log = logging.getLogger(__name__)
-
-_NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0)  # the source computes nothing
 
 
 class PulledPrefix:
@@ -62,7 +59,7 @@ class PulledPrefix:
         return pb.PrefillRequest(
             request_id=request.request_id,
             token_ids=request.token_ids[: self.num_tokens * TOKEN_BYTES],
-            sampling=sampling_to_pb(_NO_TOKENS),
+            sampling=sampling_to_pb(sampling_from_pb(request.sampling).for_kv(1)),  # the source computes nothing
             cache_salt=request.cache_salt,
             timeout_ms=request.timeout_ms,
             traceparent=self._span.traceparent,

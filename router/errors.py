@@ -71,7 +71,7 @@ class MalformedOutput(NodeError):
 
 
 class EndpointDisabled(RequestError):
-    """A flag of the router enables the endpoint."""
+    """A flag of the router, or the client's key, enables the endpoint."""
 
 
 class ClientDisconnected(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import grpc
 
+from pdserve.adapters.adapter import NO_ADAPTER, NamedAdapter
 from pdserve.checkpoint.hub import resolve_model
 from pdserve.errors import ModelNotFound, NodeError, Overloaded, PdserveError, PeerError, RequestError, shown
 from pdserve.metrics import exposition
@@ -54,6 +56,8 @@ class ServedModel:
         self, name: str, root: str, tokenizer: Tokenizer, fleet: Fleet, options: RouterOptions, *, images: ImageLoader
     ) -> None:
         self.name = name
+        self.base = name  # name of the model whose nodes compute the answers
+        self.adapter = NO_ADAPTER  # digest; the nodes' weights are changed by this adapter
         self.root = root
         self.tokenizer = tokenizer
         self.fleet = fleet
@@ -69,6 +73,14 @@ class ServedModel:
         if options.generation_config == "auto":
             self.defaults = load_generation_defaults(Path(resolve_model(root)))
             logger.info("%s: defaults of generation_config.json: %s", name, self.defaults)
+
+    def with_adapter(self, adapter: NamedAdapter) -> ServedModel:
+        """Return the model that an adapter makes of this one. It shares all else, and is not closed."""
+        model = copy.copy(self)
+        model.name = adapter.name
+        model.root = adapter.root
+        model.adapter = adapter.digest
+        return model
 
     async def close(self) -> None:
         self.mover.close()
@@ -160,9 +172,23 @@ class Service:
             if len(self.models) > 1:
                 raise RequestError(f"the request names no model; use {served}", "model")
             return next(iter(self.models.values()))
-        if name not in self.names:
-            raise ModelNotFound(f"model {shown(name)} is not served here; use {served}", "model", "model_not_found")
-        return self.names[name]
+        if name in self.names:
+            return self.names[name]
+        for model in self.models.values():
+            if (adapter := model.fleet.adapters.get(name)) is not None:
+                return model.with_adapter(adapter)
+        raise ModelNotFound(f"model {shown(name)} is not served here; use {served}", "model", "model_not_found")
+
+    @property
+    def adapted(self) -> list[ServedModel]:
+        """The models that adapters make, by name. A model's name hides an adapter of the same name."""
+        adapted = {
+            name: model.with_adapter(adapter)
+            for model in self.models.values()
+            for name, adapter in model.fleet.adapters.items()
+            if name not in self.names
+        }
+        return [adapted[name] for name in sorted(adapted)]
 
     def longest_context(self) -> int:
         """Largest ``max_model_len`` of any model; 0 while no model has a ready node."""

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pdserve.adapters.adapter import Adapter
 from pdserve.config.node_config import NodeConfig
-from pdserve.errors import NodeError
+from pdserve.errors import CheckpointError, NodeError
 from pdserve.kv.layout import KVLayout, KVRegion
 from pdserve.kv.states import StateLayout
 from pdserve.pausing import Pausing, complete
@@ -18,12 +19,15 @@ from pdserve.protocols import PendingStep, WeightReader
 from pdserve.records import DigestOrder, StepOutput, StepPlan
 from pdserve.weights.change import FileStates, WeightChange
 from pdserve.weights.sharing import OfferedMemory
+from runner.adapters.adapter_steps import ADAPTER_COPIES, AdapterSteps
+from runner.adapters.host_adapters import HostAdapters
 from runner.attention.build import build_backend, import_early
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import PipelineStages
 from runner.image_encoding import IMAGE_COPIES, ImageEncoding
 from runner.kv_cache import BlockCopies, KVCache
 from runner.kv_digest import BlockDigests, DigestsOfBlocks
+from runner.loading.decoder_weights import DecoderWeights
 from runner.loading.model_loader import LoadedModel
 from runner.loading.weight_changes import WeightChanger
 from runner.memory.kv_memory import layouts_that_fit
@@ -36,7 +40,7 @@ from runner.sampling.prompt_logprobs import PromptScoring
 from runner.sequence_rows import SequenceRows
 from runner.state_cache import StateCache, StateSlotCopies
 from runner.step_parts import StepFeature, StepPart, StepWithParts
-from runner.warmup import product_sizes, run_largest_steps, run_mixed_steps, run_small_steps
+from runner.warmup import adapter_slots, product_sizes, run_largest_steps, run_mixed_steps, run_small_steps
 
 _DIGESTS = 4  # reads whose digests are computed at a time
 
@@ -65,6 +69,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._is_last_stage = parallel.position.is_last
         self._model = LoadedModel(config, parallel, progress, reader)
         self._changer = WeightChanger(config, self._model)
+        self._adapters = _host_adapters(self._model, parallel)
         self._device = self._model.device
         self.max_in_flight = max_in_flight
         self._stages = PipelineStages(parallel, config, self._model.placement.dtype, max_in_flight)
@@ -84,14 +89,16 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         self._allocate(config, layout, states)
         if self._device.type == "cuda":
             copies = IMAGE_COPIES * max_in_flight if isinstance(self._model.images, ImageInputs) else 0
+            copies += 0 if self._adapters is None else ADAPTER_COPIES * max_in_flight
             reserve_pinned_memory(max_in_flight + 2 + _DIGESTS + copies)
             if not config.measure_kv_memory:  # otherwise they have just run
-                run_largest_steps(self, config)
+                self._run_largest_steps(config)
         self._capture_graphs(config, progress)
         if self._device.type == "cuda":
             progress("warming up", -1.0)
-            run_small_steps(self, config)  # as requests do: with graphs
-            run_mixed_steps(self, config)
+            for slot in adapter_slots(config):
+                run_small_steps(self, config, slot)  # as requests do: with graphs
+                run_mixed_steps(self, config, slot)
             self._cache.clear()
             if self._states is not None:
                 self._states.clear()
@@ -160,6 +167,15 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         for feature in self._features:
             feature.weights_changed()
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        if self._adapters is None:
+            raise CheckpointError(f"{adapter.directory}: this node takes no adapters; start it with --lora")
+        self._adapters.load(adapter)
+
+    def drop_adapter(self, digest: str) -> None:
+        if self._adapters is not None:
+            self._adapters.drop(digest)
+
     @property
     def has_weights(self) -> bool:
         return not self._changer.problem
@@ -172,7 +188,7 @@ class BaseModelRunner(ABC, Generic[BatchT]):
             torch.cuda.synchronize(self._device)
         self._free()
         self._stages.close()
-        del self._stages, self._model, self._changer
+        del self._stages, self._model, self._changer, self._adapters
         self._parallel.close()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -252,6 +268,8 @@ class BaseModelRunner(ABC, Generic[BatchT]):
         # Digests are those of slots as they are behind the step's copies.
         copies = [] if self._states is None else [StateSlotCopies(self._states)]
         shared: list[StepFeature[Any]] = [BlockCopies(self._cache), *copies, self._digests]
+        if self._adapters is not None:
+            shared.append(AdapterSteps(self._adapters))
         if isinstance(self._model.images, ImageInputs):
             shared.append(ImageEncoding(config, self._model.images, self._model.tower, self._model.placement))
         if self._is_last_stage:
@@ -263,12 +281,23 @@ class BaseModelRunner(ABC, Generic[BatchT]):
     def _try_layouts(self, config: NodeConfig, layout: KVLayout, states: StateLayout | None) -> int:
         """Run the largest steps on a small cache and free it again. Return the bytes that CUDA graphs will keep."""
         self._allocate(config, layout, states)
-        run_largest_steps(self, config)
+        self._run_largest_steps(config)
         kept = self._graph_bytes(config)
         self._free()
         return kept
+
+    def _run_largest_steps(self, config: NodeConfig) -> None:
+        for slot in adapter_slots(config):
+            run_largest_steps(self, config, slot)
 
     def _free(self) -> None:
         """Drop every attribute that ``_allocate`` has set."""
         for name in self.__dict__.keys() - self._kept:
             del self.__dict__[name]
+
+
+def _host_adapters(model: LoadedModel, parallel: ParallelState) -> HostAdapters | None:
+    if model.adapter_slots is None:
+        return None
+    assert isinstance(model.weights, DecoderWeights), "adapters_problem refuses models of the library"
+    return HostAdapters(model.adapter_slots, model.weights.adapter_places(), parallel.position.layers)

@@ -19,6 +19,16 @@ class RowSnapshot(NamedTuple):
     slot: int  # destination; a row has one at most
 
 
+class LaterTokens(NamedTuple):
+    """How many of the tokens behind it each token of a step sees, in layers whose spec has ``whole_images``.
+
+    All of them are in the step. Tokens of text see none.
+    """
+
+    counts: NDArray[np.int32]  # [tokens], host
+    device: Tensor  # [tokens] int32
+
+
 @dataclass(frozen=True)
 class AttentionBatch:
     """The tokens of one step.
@@ -45,6 +55,7 @@ class AttentionBatch:
     # [rows] int32, device: 1 for decodes with drafts, whose recurrent state stays until ``Recurrent.commit``; None: no
     # row has any
     drafted: Tensor | None = None
+    later: LaterTokens | None = None  # None: no token sees later ones
     others: tuple[AttentionBatch, ...] = ()
 
     @classmethod
@@ -60,10 +71,13 @@ class AttentionBatch:
         state_slots: Tensor | None = None,
         state_snapshots: tuple[RowSnapshot, ...] = (),
         drafted: Tensor | None = None,
+        later: LaterTokens | None = None,
     ) -> AttentionBatch:
         """Return the batch of a step, given the page table and the slots of each group."""
         lengths = query_starts, seq_lens, device_query_starts, device_seq_lens
-        first, *others = (cls(*lengths, *table_and_slots) for table_and_slots in zip(page_tables, slots, strict=True))
+        first, *others = (
+            cls(*lengths, *table_and_slots, later=later) for table_and_slots in zip(page_tables, slots, strict=True)
+        )
         return replace(
             first, state_slots=state_slots, state_snapshots=state_snapshots, drafted=drafted, others=tuple(others)
         )
@@ -104,6 +118,16 @@ class Quantized(NamedTuple):
 
 
 Activations = Tensor | Quantized
+
+ADAPTER_TILE = 16  # most tokens of an adapter's tile: the least rows of a matrix instruction
+
+
+class AdapterTiles(NamedTuple):
+    """Tokens with an adapter, by slot, in tiles of one slot each; int32 at fixed addresses."""
+
+    tiles: Tensor  # [most tiles, 3]: slot, index of the first token in ``order``, tokens; 0 behind the last tile
+    order: Tensor  # [tokens]
+    num_tiles: int  # tiles that a kernel must look at
 
 
 @dataclass(frozen=True)

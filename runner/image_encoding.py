@@ -24,6 +24,7 @@ from pdserve.image_positions import rope_delta, rope_offsets
 from pdserve.image_tokens import embedded_tokens
 from pdserve.images import EncodedImage, ImageInput, Images, largest_image
 from pdserve.records import NewSequence, ScheduledSequence, StepPlan
+from runner.batch import LaterTokens
 from runner.models.vision.embeddings import ImageEmbeddings, ImagePart
 from runner.models.vision.inputs import ImageInputs
 from runner.models.vision.towers import AnyVisionTower
@@ -31,7 +32,7 @@ from runner.pinned_memory import copied, copied_bytes
 from runner.placement import TensorPlacement
 from runner.step_parts import StepFeature, StepPart
 
-IMAGE_COPIES = 4  # to the device, in a step: offsets, offsets by axis, rows and their places
+IMAGE_COPIES = 5  # to the device, in a step: offsets, offsets by axis, rows and their places, later tokens
 
 
 class _Sequence:
@@ -61,6 +62,7 @@ class _Rows:
     accepted: ImageInput
     by_axis: bool  # positions of images differ by axis; else each token's position is its index
     offsets: NDArray[np.int64]  # [3 (time, height, width), tokens]
+    later: NDArray[np.int32] | None  # [tokens]: see LaterTokens; None: the model's tokens see none
     rows: list[NDArray[np.int64]] = field(default_factory=list)  # tokens of the step, by part
     parts: list[ImagePart] = field(default_factory=list)
 
@@ -71,6 +73,9 @@ class _Rows:
         for span in images:
             first = max(start, span.start) - span.start
             last = min(end, span.end) - span.start
+            if self.later is not None and first < last:
+                assert last == span.num_tokens, f"a step ends inside the image at token {span.start}"
+                self.later[row + span.start - start + first :][: last - first] = np.arange(last - first)[::-1]
             tokens = embedded_tokens(self.accepted, span, first, last)
             if len(tokens):
                 begin, behind = (self.accepted.embeddings_before(span, token) for token in (first, last))
@@ -94,6 +99,7 @@ class ImageEncoding(StepFeature[Any]):
         assert config.image_input is not None
         self._accepted = config.image_input
         self._by_axis = config.model.vision.rope_sections is not None
+        self._whole = config.model.whole_images
         largest = 0 if tower is None else largest_image(config.image_input, config.max_model_len)
         self._embeddings = ImageEmbeddings(config.model.vision, capacity, largest, placement)
         self._sequences: dict[int, _Sequence] = {}
@@ -124,7 +130,8 @@ class ImageEncoding(StepFeature[Any]):
         """Count the tokens of a step. Return what images change in its inputs; None if nothing, or as before."""
         if not (self._sequences or self._num_written) or plan.scheduled == self._written:
             return None
-        rows = _Rows(self._accepted, self._by_axis, np.zeros((3, plan.num_tokens), np.int64))
+        later = np.zeros(plan.num_tokens, np.int32) if self._whole else None
+        rows = _Rows(self._accepted, self._by_axis, np.zeros((3, plan.num_tokens), np.int64), later)
         all_behind = True
         row = 0
         for item in plan.scheduled:
@@ -172,12 +179,13 @@ class ImageEncoding(StepFeature[Any]):
         if not rows.parts:
             return
         axes = copied(rows.offsets, self._device) if self._by_axis else None
+        later = None if rows.later is None else LaterTokens(rows.later, copied(rows.later, self._device))
         if not self._has_embedding:
-            self._inputs.begin_positions(axes)
+            self._inputs.begin_positions(axes, later)
             return
         features = self._embeddings.gather(rows.parts)
         places = copied(np.concatenate(rows.rows), self._device)
-        self._inputs.begin(axes, places, features.embeddings, features.deepstack)
+        self._inputs.begin(axes, places, features.embeddings, features.deepstack, later)
 
     def end(self) -> None:
         self._inputs.end()

@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+from pdserve.adapters.adapter import NO_ADAPTER, NO_ADAPTER_SLOT, Adapter
 from pdserve.checkpoint.file_states import check_same_files
 from pdserve.checkpoint.files import open_regular
 from pdserve.checkpoint.simulated_weights import simulated_digest
@@ -74,6 +75,8 @@ class SimulatedRunner:
         self._sequences: dict[int, SimulatedSequence] = {}
         self._targets = PromptTargets()
         self._acceptance = acceptance_rate(config.options.synthetic_acceptance or 1.0, config.max_drafts)
+        self._adapters: dict[str, Adapter] = {}  # in host memory, by digest
+        self._slots: dict[int, str] = {}  # digests on the device, by slot
         self._crashing: set[int] = set()  # sequences with the token of --sim-crash-token
         self._busy_until = 0.0
         loaded = simulated_digest(Path(config.model_dir))
@@ -85,6 +88,8 @@ class SimulatedRunner:
         for seq in plan.finished:
             self._sequences.pop(seq, None)
             self._targets.remove(seq)
+        for filled in plan.adapters:
+            self._slots[filled.slot] = self._adapters[filled.digest].digest
         for new in plan.new:
             self._sequences[new.seq] = SimulatedSequence(new)
             self._targets.add(new)
@@ -131,6 +136,13 @@ class SimulatedRunner:
     def has_weights(self) -> bool:
         return True
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        with open_regular(Path(adapter.directory, "adapter_config.json")):
+            self._adapters[adapter.digest] = adapter
+
+    def drop_adapter(self, digest: str) -> None:
+        self._adapters.pop(digest, None)
+
     def close(self) -> None:
         self._sequences.clear()
 
@@ -156,7 +168,8 @@ class SimulatedRunner:
         if not item.num_samples:
             return ()
         sequence = self._sequences[item.seq]
-        samples = sequence.sample(item, vocabulary or self._vocabulary, self._weights)
+        adapter = self._slots[sequence.adapter_slot] if sequence.adapter_slot != NO_ADAPTER_SLOT else NO_ADAPTER
+        samples = sequence.sample(item, vocabulary or self._vocabulary, self._weights.with_adapter(adapter))
         if samples[0][0] == self._config.options.sim_crash_token:
             self._crashing.add(item.seq)
         return samples
@@ -177,6 +190,10 @@ class SimulatedWeights(NamedTuple):
     """A digest in place of weights: equal on all nodes whose checkpoints and patches have the same content."""
 
     digest: bytes
+
+    def with_adapter(self, digest: str) -> SimulatedWeights:
+        """Return the weights that an adapter makes of these; the base's without one."""
+        return self if digest == NO_ADAPTER else SimulatedWeights(self.digest + bytes.fromhex(digest))
 
     def after(self, change: WeightChange) -> SimulatedWeights:
         """Return the weights after a change. Raises CheckpointError."""
@@ -221,7 +238,7 @@ def _bits_set(bits: int) -> Iterator[int]:
 
 
 class SimulatedSequence:
-    """The next token depends on the weights, the images and all tokens so far; random sampling adds seed and choice.
+    """The next token depends on weights, adapter, images and all tokens so far; random sampling adds seed and choice.
 
     So a request continues with the same tokens on a decode node, after a preemption, or as a new request whose prompt
     ends with the tokens generated before.
@@ -234,6 +251,7 @@ class SimulatedSequence:
         self._digest.update(new.token_ids)
         self._sampling = new.sampling
         self._choice = new.choice
+        self.adapter_slot = new.adapter_slot
 
     def sample(
         self, item: ScheduledSequence, vocabulary: SimulatedVocabulary, weights: SimulatedWeights

@@ -7,6 +7,7 @@
 |----------------|-------------------------------------------------|------------------------------|
 | PromptScoring  | log-probabilities of prompt tokens              | sampling/prompt_logprobs.py  |
 | PromptPooling  | vectors of prompts, on nodes that generate nothing | pooling.py                |
+| AdapterSteps   | slots of adapters and of tokens                 | adapters/adapter_steps.py    |
 | ImageEncoding  | embeddings and positions of images              | image_encoding.py            |
 | BlockDigests   | digests of KV blocks                            | kv_digest.py                 |
 | BlockCopies    | copies of KV blocks for new sequences           | kv_cache.py                  |

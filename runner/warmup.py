@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pdserve.adapters.adapter import NO_ADAPTER_SLOT
 from pdserve.config.node_config import NodeConfig
 from pdserve.images import DIGEST_BYTES, PIXEL_BYTES, EncodedImage, ImageInput, ImageMode, ImageSpan, largest_image
 from pdserve.kv.states import NO_SLOT, StateSnapshot
@@ -52,7 +53,12 @@ def _more(config: NodeConfig) -> int:
     return 2 + (1 + config.max_drafts if config.max_drafts else 0)
 
 
-def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
+def adapter_slots(config: NodeConfig) -> tuple[int, ...]:
+    """Return the slots of the sequences that warm-up steps run: the base, and an adapter if the node takes any."""
+    return (NO_ADAPTER_SLOT,) if config.adapters is None else (NO_ADAPTER_SLOT, 0)
+
+
+def run_largest_steps(runner: ModelRunner, config: NodeConfig, adapter_slot: int = NO_ADAPTER_SLOT) -> None:
     """Run a step with the most prompt tokens, and one with the most sequences that use every sampling parameter.
 
     On a node that encodes images, run the largest image before: the text behind it leaves no offsets of positions, with
@@ -63,14 +69,16 @@ def run_largest_steps(runner: ModelRunner, config: NodeConfig) -> None:
     longest = min(config.max_batch_tokens, config.max_model_len - _more(config))
     whole, rest = divmod(config.max_batch_tokens, longest)
     lengths = [longest] * whole + ([rest] if rest else [])
-    run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY)
+    run_prompts(runner, config, lengths[: config.max_num_seqs], GREEDY, adapter_slot)
     most = config.max_num_seqs
-    run_prompts(runner, config, [config.max_batch_tokens // most] * most, DEMANDING)
+    run_prompts(runner, config, [config.max_batch_tokens // most] * most, DEMANDING, adapter_slot)
 
 
 def _run_image(runner: ModelRunner, config: NodeConfig, accepted: ImageInput) -> None:
     """Encode the largest image, and compute as many of its tokens as a step holds."""
     tokens = largest_image(accepted, config.max_model_len)
+    if config.model.whole_images:
+        tokens = max(1, min(tokens, config.max_batch_tokens, config.max_model_len - _more(config)))
     rows = math.isqrt(tokens)
     height = rows * accepted.cell
     width = tokens // rows * accepted.cell
@@ -83,16 +91,16 @@ def _run_image(runner: ModelRunner, config: NodeConfig, accepted: ImageInput) ->
     runner.launch(StepPlan(-1, finished=(new.seq,), dropped_images=(span.digest,))).result()
 
 
-def run_small_steps(runner: ModelRunner, config: NodeConfig) -> None:
+def run_small_steps(runner: ModelRunner, config: NodeConfig, adapter_slot: int = NO_ADAPTER_SLOT) -> None:
     """Run one request and a few, greedy and demanding: shapes that kernels may be compiled for separately."""
     few = min(3, config.max_num_seqs)
     for sampling in (GREEDY, DEMANDING):
-        run_prompts(runner, config, [1], sampling)
-        run_prompts(runner, config, [config.kv_layout.block_size + 1], sampling)
-        run_prompts(runner, config, [2] * few, sampling)
+        run_prompts(runner, config, [1], sampling, adapter_slot)
+        run_prompts(runner, config, [config.kv_layout.block_size + 1], sampling, adapter_slot)
+        run_prompts(runner, config, [2] * few, sampling, adapter_slot)
 
 
-def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
+def run_mixed_steps(runner: ModelRunner, config: NodeConfig, adapter_slot: int = NO_ADAPTER_SLOT) -> None:
     """Run chunks of prompts beside one sequence that decodes, and beside four.
 
     Tensors of the prompts then begin at other offsets, for which Triton compiles kernels again.
@@ -105,11 +113,12 @@ def run_mixed_steps(runner: ModelRunner, config: NodeConfig) -> None:
         most = min(config.max_batch_tokens - others, config.max_model_len - _more(config))
         for chunk in sorted({min(chunk, most) for chunk in (_FEW, *chunks) if chunk == _FEW or chunk > in_graphs}):
             if chunk > 1 and others < config.max_num_seqs:
-                _run_beside(runner, config, others, chunk)
+                _run_beside(runner, config, others, chunk, adapter_slot)
 
 
-def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int) -> None:
-    new = [_sequence(runner, config, number, length) for number, length in enumerate([1] * others + [chunk])]
+def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int, adapter_slot: int) -> None:
+    lengths = [1] * others + [chunk]
+    new = [_sequence(runner, config, number, length, GREEDY, adapter_slot) for number, length in enumerate(lengths)]
     decodes = tuple(ScheduledSequence.decode(sequence.seq) for sequence in new[:-1])
     prompt = ScheduledSequence(new[-1].seq, chunk, 1)
     runner.launch(StepPlan(-1, new=tuple(new[:-1]), scheduled=decodes, num_decodes=others)).result()
@@ -119,7 +128,12 @@ def _run_beside(runner: ModelRunner, config: NodeConfig, others: int, chunk: int
 
 
 def _sequence(
-    runner: ModelRunner, config: NodeConfig, number: int, length: int, sampling: SamplingParams = GREEDY
+    runner: ModelRunner,
+    config: NodeConfig,
+    number: int,
+    length: int,
+    sampling: SamplingParams = GREEDY,
+    adapter_slot: int = NO_ADAPTER_SLOT,
 ) -> NewSequence:
     """Return a sequence with room for what follows. All share blocks and states: nothing reads their tokens."""
     layout = runner.kv_layout
@@ -127,7 +141,16 @@ def _sequence(
     blocks = tuple((number + at) % layout.num_blocks for at in range(num_entries))
     state_slot = NO_SLOT if runner.state_layout is None else number % runner.state_layout.num_slots
     tokens = bytes(length * TOKEN_BYTES)
-    return NewSequence(-1 - number, tokens, length, 0, blocks, sampling, state_slot=state_slot)
+    return NewSequence(
+        seq=-1 - number,
+        token_ids=tokens,
+        prompt_len=length,
+        num_computed=0,
+        block_ids=blocks,
+        sampling=sampling,
+        state_slot=state_slot,
+        adapter_slot=adapter_slot,
+    )
 
 
 def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
@@ -144,10 +167,16 @@ def product_sizes(config: NodeConfig) -> tuple[list[int], list[int]]:
     return [size for size in tokens if size <= config.max_batch_tokens], samples
 
 
-def run_prompts(runner: ModelRunner, config: NodeConfig, lengths: Sequence[int], sampling: SamplingParams) -> None:
+def run_prompts(
+    runner: ModelRunner,
+    config: NodeConfig,
+    lengths: Sequence[int],
+    sampling: SamplingParams,
+    adapter_slot: int = NO_ADAPTER_SLOT,
+) -> None:
     """Run prompts of these lengths in one step, decode steps of all, one of them with drafts, and their end."""
     lengths = [max(1, min(length, config.max_model_len - _more(config))) for length in lengths]
-    new = [_sequence(runner, config, number, length, sampling) for number, length in enumerate(lengths)]
+    new = [_sequence(runner, config, number, length, sampling, adapter_slot) for number, length in enumerate(lengths)]
     seqs = [sequence.seq for sequence in new]
     prompts = tuple(ScheduledSequence(seq, length, 1) for seq, length in zip(seqs, lengths, strict=True))
     tokens = tuple(ScheduledSequence.decode(seq) for seq in seqs)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pdserve.adapters.adapter import AdapterLoaded
 from pdserve.config.parallel import ParallelConfig
 from pdserve.kv.disk_transfers import DiskEvent, DiskLate, DiskListing, DiskOrder, DiskResult
 from pdserve.kv.host_copies import CopyResult, HostRoom
@@ -51,6 +52,7 @@ class OutputAggregator:
         self._late: set[int] = set()  # transfers that have not ended
         self._rooms: dict[int, HostRoom] = {}  # by rank
         self._peers: dict[str, dict[int, Connected]] = {}  # by epoch, then rank
+        self._adapters: dict[str, dict[int, AdapterLoaded]] = {}  # by digest, then rank
         self._digests: dict[int, tuple[DigestOrder, dict[int, tuple[int, ...]]]] = {}  # by id of the order, then rank
         self._rules: dict[str, Callable[[int, Any], None]] = {  # by field of KVConnectorOutput, for each item
             "finished_recving": self._add_read,
@@ -60,6 +62,7 @@ class OutputAggregator:
             "copied": self._add_copy,
             "host_room": self._add_host_room,
             "disk": self._add_disk_event,
+            "adapters": self._add_adapter,
         }
         self._merged: dict[str, list[Any]] = {field: [] for field in self._rules}  # complete, not taken yet
 
@@ -79,6 +82,8 @@ class OutputAggregator:
         for disk_order in orders.disk:
             if isinstance(disk_order, DiskOrder):
                 self._disk[disk_order.order_id] = {}
+        for adapter in orders.adapters:
+            self._adapters[adapter.digest] = {}
         for number, order in orders.digests:
             self._digests[number] = (order, {})
         for epoch in orders.disconnect:
@@ -188,6 +193,18 @@ class OutputAggregator:
             num_blocks = min(room.num_blocks for room in self._rooms.values())
             num_slots = min(room.num_slots for room in self._rooms.values())
             self._merged["host_room"] = [HostRoom(num_blocks, num_slots)]
+
+    def _add_adapter(self, rank: int, loaded: AdapterLoaded) -> None:
+        """Report an adapter once every rank has loaded it, or has failed to; with the first rank's error."""
+        ranks = self._adapters.get(loaded.digest)
+        if ranks is None or rank in ranks:
+            return
+        ranks[rank] = loaded
+        if len(ranks) < len(self._ranks):
+            return
+        del self._adapters[loaded.digest]
+        errors = (f"{self._parallel.position(rank)}: {ranks[rank].error}" for rank in self._ranks if ranks[rank].error)
+        self._merged["adapters"].append(AdapterLoaded(loaded.digest, next(errors, "")))
 
     def _add_failed_peer(self, rank: int, failed: tuple[str, str]) -> None:
         epoch, reason = failed

@@ -81,7 +81,7 @@ def build_rank(
         host_memory = connector.host_memory(room, model_runner.kv_region, layout, setup, on_events)
         if config.options.disk_kv_size is not None:
             disk = connector.disk_kv(config.disk_kv, config.options.disk_kv_size, host_memory, layout, setup, on_events)
-    return Rank(model_runner, kv_connector, _offer_weights(config, model_runner), host_memory, disk), kv
+    return Rank(model_runner, kv_connector, _offer_weights(config, model_runner), host_memory, disk, on_events), kv
 
 
 def _rank_states(config: NodeConfig, model_runner: ModelRunner) -> RankStates | None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.executor.adapter_loads import AdapterLoads
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.kv.disk_transfers import AnyDiskOrder, DiskEvent
 from pdserve.kv.host_copies import CopyResult, HostCopy, HostRoom
@@ -114,7 +115,9 @@ class Rank:
         weights: WeightSource | None = None,
         host_memory: HostMemory | None = None,
         disk: DiskKV | None = None,
+        on_events: Callable[[], None] = lambda: None,
     ) -> None:
+        """``on_events`` is called, on any thread, when ``poll`` has the end of an adapter's load."""
         self.max_in_flight = runner.max_in_flight
         self.kv_layout = runner.kv_layout
         self.state_layout = runner.state_layout
@@ -124,6 +127,7 @@ class Rank:
         self._connector = connector
         self._host_memory = NoHostMemory() if host_memory is None else host_memory
         self._disk = NoDisk() if disk is None else disk
+        self._adapters = AdapterLoads(runner, on_events)
         self._in_flight: deque[PendingStep] = deque()
         self._weights = weights
         self._digests: deque[tuple[int, PendingDigests]] = deque()  # with the ids of their orders
@@ -202,6 +206,10 @@ class Rank:
             self._host_memory.copy(copy)
         for disk_order in orders.disk:
             self._disk.order(disk_order)
+        for digest in orders.dropped_adapters:
+            self._runner.drop_adapter(digest)
+        for adapter in orders.adapters:
+            self._adapters.begin(adapter)
         for number, order in orders.digests:
             self._digests.append((number, self._runner.digest(order)))
 
@@ -214,13 +222,15 @@ class Rank:
         return bool(self._digests)
 
     def _poll_connector(self) -> KVConnectorOutput:
-        """Return the connector's events, what host memory and disk report, and digests computed beside steps."""
+        """Return the connector's events, what host memory and disk report, loaded adapters and digests beside steps."""
         events = self._connector.poll()
         copied, room = self._host_memory.poll()
         if copied or room:
             events = msgspec.structs.replace(events, copied=copied, host_room=room)
         if disk := self._disk.poll():
             events = msgspec.structs.replace(events, disk=disk)
+        if adapters := self._adapters.take_ended():
+            events = msgspec.structs.replace(events, adapters=adapters)
         digested: list[tuple[int, tuple[int, ...]]] = []
         while self._digests and self._digests[0][1].done():
             number, digests = self._digests.popleft()
@@ -231,6 +241,7 @@ class Rank:
         """Do nothing: there are no other ranks."""
 
     def close(self) -> None:
+        self._adapters.close()
         if self._weights is not None:
             self._weights.close()
         self._disk.close()

@@ -11,7 +11,8 @@ ready at once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 
 from engine.grammars.workers import Advance, Compiled, GrammarWorkers
 from engine.request import Request
@@ -47,6 +48,11 @@ class GrammarConstraints:
     def num_compiling(self) -> int:
         """Requests whose grammar is being compiled."""
         return sum(map(len, self._compiling.values()))
+
+    @property
+    def compiling(self) -> Iterator[Request]:
+        """Requests that wait for their grammar."""
+        return chain.from_iterable(self._compiling.values())
 
     def holds(self, request: Request) -> bool:
         """Return whether a new request has to wait for its grammar; ``take_results`` returns it once that is ready."""

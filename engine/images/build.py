@@ -24,5 +24,6 @@ def build_images(config: NodeConfig, block_size: int) -> ImagesFactory:
         token_cost=config.image_token_cost,
         least=block_size,
         depth=vision.depth,
+        whole=config.model.whole_images,
     )
     return partial(ImageEncoding, costs)

@@ -22,6 +22,10 @@ image goes to the partial one, whichever it is. So it is complete after at most 
 none of them waits for a prompt that gets no turn. A partial image for which no running prompt waits is dropped: its
 prompt has ended, or was preempted or paused.
 
+**Whole images.** In some models, tokens of an image see later ones. Then a step computes all of its tokens that have no
+KV yet, although they may exceed its room: a chunk ends before an image, or behind it. KV of some of its tokens may be
+cached: a step computed them with the rest, and the block hashes have the digest of the whole image.
+
 **Memory.** Embeddings in use stay (image_cache.py), and so do those that the next token of a running prompt needs, and
 those of the partial image. So an image may have to wait for memory. A partial image has its memory since its first
 piece.
@@ -61,6 +65,7 @@ class EncodingCosts(msgspec.Struct, frozen=True, kw_only=True):
     token_cost: EncodingCost
     least: int  # tokens of the chunk that follows an image which exceeds the room of a step
     depth: int  # blocks of the tower
+    whole: bool = False  # a step computes all tokens of an image that have no KV yet
 
     def size(self, span: ImageSpan) -> int:
         """Return the bytes of its embeddings."""
@@ -160,7 +165,18 @@ class ImageEncoding(ImageSteps):
         self._kept = frozenset(kept)
         self._begun = frozenset(begun)
 
-    def limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool = False) -> int:
+    def limit(self, sequence: Sequence, num_tokens: int, room: int, held: int, paced: bool = False) -> int:
+        num_tokens = self._limit(sequence, num_tokens, room, paced)
+        image = self._cut_image(sequence, num_tokens) if self._costs.whole and num_tokens else None
+        if image is None:
+            return num_tokens
+        begin = sequence.num_launched
+        if begin < image.start:
+            return image.start - begin
+        return image.end - begin if image.end - begin <= held else 0
+
+    def _limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool) -> int:
+        """Return ``limit`` where chunks may end inside images."""
         begin = sequence.num_launched
         is_due = sequence is self._due
         kept = self._kept_before_due if is_due else self._kept
@@ -189,6 +205,16 @@ class ImageEncoding(ImageSteps):
             else:
                 return min(num_tokens, self._costs.least, image.end - begin)
         return num_tokens
+
+    def cuts(self, sequence: Sequence, num_tokens: int) -> bool:
+        return self._costs.whole and self._cut_image(sequence, num_tokens) is not None
+
+    @staticmethod
+    def _cut_image(sequence: Sequence, num_tokens: int) -> ImageSpan | None:
+        """Return the image that a chunk of its next ``num_tokens`` tokens ends inside; None: it ends between images."""
+        end = sequence.num_launched + num_tokens
+        cut = images_among(sequence.request.images, end - 1, end + 1)
+        return next((image for image in cut if image.start < end < image.end), None)
 
     def add(self, sequence: Sequence, num_tokens: int, room: int) -> int:
         begin = sequence.num_launched
@@ -231,6 +257,9 @@ class ImageEncoding(ImageSteps):
         orders = ImageOrders(self._cache.take_dropped(), tuple(self._encoded))
         self._encoded = []
         return orders
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        return self._cache.take_changes()
 
     def work(self, plan: StepPlan) -> int:
         cell = self._costs.accepted.cell**2
@@ -282,6 +311,7 @@ class ImageEncoding(ImageSteps):
             self._partial = partial
         else:
             self._totals.images_encoded += 1
+            self._cache.completed(image.digest)
             if self._is_partial(image):
                 self._partial = None
         return costs.work(costs.accepted.num_embeddings(image), first, last)

@@ -2,19 +2,24 @@
 
 An image has embeddings from the step that encodes it until a later plan drops them, least recently used first. The
 embeddings of an image are in use while a step that needs them is in flight; they cannot be dropped then.
+
+Routers learn which images have all of their embeddings, or soon will: those that a planned step completes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from pdserve.ipc.key_changes import KeyChanges
+
 
 class _Entry:
-    __slots__ = ("last_step", "num_bytes")
+    __slots__ = ("is_complete", "last_step", "num_bytes")
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.last_step = 0  # newest step that needs it
+        self.is_complete = False  # a planned step ends its encoding
 
 
 class ImageCache:
@@ -29,6 +34,7 @@ class ImageCache:
         self._entries: dict[bytes, _Entry] = {}  # least recently used first
         self._applied = 0  # newest step that has ended
         self._dropped: list[bytes] = []  # since the last plan
+        self._changes = KeyChanges[bytes]()  # complete images, since the last report
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._entries
@@ -54,6 +60,15 @@ class ImageCache:
         self._entries[digest] = entry  # now the most recently used one
         return is_new
 
+    def completed(self, digest: bytes) -> None:
+        """The step that is being planned ends the encoding of an image."""
+        self._entries[digest].is_complete = True
+        self._changes.add(digest)
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the digests of images that became complete, and of complete ones that went, since the last call."""
+        return self._changes.take()
+
     def applied(self, step: int) -> None:
         """``step`` has ended, and so have all before it."""
         self._applied = step
@@ -65,8 +80,11 @@ class ImageCache:
 
     def drop(self, digest: bytes) -> None:
         """Drop the embeddings of an image with the next plan. No step in flight reads them."""
-        self.num_bytes -= self._entries.pop(digest).num_bytes
+        entry = self._entries.pop(digest)
+        self.num_bytes -= entry.num_bytes
         self._dropped.append(digest)
+        if entry.is_complete:
+            self._changes.remove(digest)
 
     def take_dropped(self) -> tuple[bytes, ...]:
         """Return the digests that the plan being made drops, before it encodes any."""

@@ -60,12 +60,17 @@ class ImageSteps:
     def begin(self, step: int, prompts: Collection[Sequence]) -> None:
         """Begin to plan a step. ``prompts`` run already, first admitted first."""
 
-    def limit(self, sequence: Sequence, num_tokens: int, room: int, paced: bool = False) -> int:
+    def limit(self, sequence: Sequence, num_tokens: int, room: int, held: int, paced: bool = False) -> int:
         """Return how many of its next ``num_tokens`` tokens the step may compute; 0: it has to wait for an image.
 
-        ``room``: tokens that fit into the step, with the work of encoding. ``paced``: sequences decode beside it.
+        ``room``: tokens that fit into the step, with the work of encoding. ``paced``: sequences decode beside it. Where
+        an image has to be in one step, the chunk ends before it, or behind it if these are at most ``held`` tokens.
         """
         return num_tokens
+
+    def cuts(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a chunk of its next ``num_tokens`` tokens ends inside an image that has to be in one step."""
+        return False
 
     def add(self, sequence: Sequence, num_tokens: int, room: int) -> int:
         """Order what its next ``num_tokens`` tokens need. Return the work of encoding, in tokens of a prompt.
@@ -84,6 +89,10 @@ class ImageSteps:
     def take_orders(self) -> ImageOrders:
         """Return what the planned step drops and encodes."""
         return NO_IMAGE_ORDERS
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Return the digests of images that have embeddings now, and of those that lost them, since the last call."""
+        return [], []
 
     def work(self, plan: StepPlan) -> int:
         """Return the work of encoding in a step, in tokens of a prompt."""

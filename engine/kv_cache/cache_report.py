@@ -21,11 +21,13 @@ class CacheReport:
         self._pool.recorder = recorder
         self._states.pool.recorder = recorder.states(self._pool.groups.num_groups)
 
-    def take(self) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
-        """Return the hashes of blocks that became available and that were evicted since the last call.
+    def take(self, is_due: bool = True) -> tuple[list[bytes], list[bytes], list[CacheChanges]]:
+        """Return the hashes of blocks that became available and that were evicted since the last call that was due.
 
         The third part is the record of these changes, if there is a recorder.
         """
+        if not is_due:
+            return [], [], []
         added, evicted = self._pool.events.take()
         if self.anywhere is not None:
             added, evicted = self.anywhere.take()

@@ -24,6 +24,7 @@ from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.revocation import Lacking, Shortage
 from engine.kv_cache.states import States
 from engine.sequence import Sequence
+from pdserve.images import tokens_to_end
 from pdserve.kv.groups import NULL_BLOCK, first_block, first_seen, window_blocks
 from pdserve.kv.states import NO_SLOT, StateOrders
 
@@ -48,13 +49,16 @@ class KVCacheManager:
         block_size: int,
         max_batch_tokens: int,
         states: States,
+        whole_images: bool = False,
     ) -> None:
+        """``whole_images``: a step computes all tokens of an image that have no KV yet."""
         assert not (states.recurrent and pool.groups.has_windows), "no model has recurrent layers and windows"
         self._pool = pool
         self._states = states
         self._connector = connector
         self._block_size = block_size
         self._max_batch_tokens = max_batch_tokens
+        self._whole_images = whole_images
         self._groups = pool.groups
         self._num_groups = pool.groups.num_groups
         windows = pool.groups.windows
@@ -168,6 +172,7 @@ class KVCacheManager:
 
     def cover(self, sequence: Sequence, num_tokens: int) -> None:
         """Allocate blocks of groups with a window for its next ``num_tokens`` tokens, as far as they are free."""
+        num_tokens = max(num_tokens, self._least(sequence))
         end = self._logical(sequence.num_launched + min(num_tokens, sequence.missing))
         begin = sequence.table.covered // self._block_size
         end = min(end, begin + self.num_free // len(self._windows))
@@ -302,7 +307,8 @@ class KVCacheManager:
     def _short(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, int, int]]:
         """Return the sequences that lack blocks for their next token, with the ends that ``_grow_to`` takes.
 
-        In full groups they get blocks for all of their tokens, in the others blocks for the next one.
+        In full groups they get blocks for all of their tokens, in the others blocks for the next one, or for those of
+        an image that a step computes together.
         """
         if not self._windows:
             return [
@@ -311,10 +317,16 @@ class KVCacheManager:
                 if sequence.length > sequence.table.capacity
             ]
         return [
-            (sequence, self._logical(sequence.length), sequence.num_launched // self._block_size + 1)
+            (sequence, self._logical(sequence.length), self._logical(sequence.num_launched + self._least(sequence)))
             for sequence in sequences
-            if sequence.length > sequence.table.capacity or sequence.num_launched >= sequence.table.covered
+            if sequence.length > sequence.table.capacity
+            or sequence.num_launched + self._least(sequence) > sequence.table.covered
         ]
+
+    def _least(self, sequence: Sequence) -> int:
+        """Return the fewest tokens that its next step computes."""
+        images = sequence.request.images
+        return tokens_to_end(images, sequence.num_launched) if images and self._whole_images else 1
 
     def _grow_to(self, ends: list[tuple[Sequence, int, int]]) -> bool:
         """Allocate logical blocks up to the first end in full groups, and up to the second one in the others.

@@ -40,7 +40,9 @@ class NetChanges(CacheRecorder):
         request = sequence.request
         tokens = sequence.token_ids[index * size : (index + 1) * size].tobytes()
         images = block_images(request.images, index * size, (index + 1) * size)
-        self._stored[key] = StoredBlock(group, block_hash, parent, tokens, request.cache_salt, images)
+        self._stored[key] = StoredBlock(
+            group, block_hash, parent, tokens, request.cache_salt, images, request.sampling.adapter
+        )
 
     def remove(self, keys: Collection[BlockKey]) -> None:
         for key in keys:

@@ -399,7 +399,8 @@ class ConnectedPeers(PeerKV):
 
     def lease_cached(self, message: LeaseCached) -> None:
         token_ids = array("I", message.token_ids)
-        hashes = BlockHashes(self._block_size, root_hash(message.cache_salt), images=message.images)
+        root = root_hash(message.cache_salt, message.adapter)
+        hashes = BlockHashes(self._block_size, root, images=message.images)
         cached = self._pool.match(hashes.one_by_one(token_ids, len(token_ids)))
         skipped = message.skip_tokens // self._block_size
         end = len(cached) // self._groups.num_groups

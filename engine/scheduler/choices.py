@@ -139,12 +139,13 @@ class ChoiceManager:
     ) -> Sequence:
         token_ids = array("I", request.token_ids)
         token_ids.extend(output)
+        root = root_hash(request.cache_salt, request.sampling.adapter)
         sequence = Sequence(
             self._next_seq,
             request,
             choice,
             token_ids=token_ids,
-            hashes=BlockHashes(self._block_size, root_hash(request.cache_salt), prompt_hashes, images=request.images),
+            hashes=BlockHashes(self._block_size, root, prompt_hashes, images=request.images),
             prompt_len=request.prompt_len,
             max_length=request.max_length,
         )

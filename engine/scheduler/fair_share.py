@@ -49,7 +49,10 @@ class FairShare:
             self._since = step
         if head is None or step - self._since < _PATIENCE:
             return None
-        if not head.blocked and (self._room.free_places <= 0 or not self._room.may_have_blocks(head)):
+        if head.blocked or self._room.lacks_slot(head):
+            self._since = step
+            return None
+        if self._room.free_places <= 0 or not self._room.may_have_blocks(head):
             counts = self._live.counts()
             own = head.request.client
             victim = self._live.least_urgent

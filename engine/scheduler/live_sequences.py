@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain
 
+from engine.grammars.constraints import GrammarConstraints
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.request import Request
+from engine.scheduler.microbatch import StepsInFlight
 from engine.scheduler.waiting_queue import WaitingQueue
 from engine.sequence import Sequence
 from pdserve.ipc.messages import EventBatch
@@ -189,3 +192,21 @@ class LiveSequences:
     def _free(self, sequence: Sequence) -> None:
         self._kv.free(sequence)
         self._events.status_changed = True
+
+
+class OpenRequests:
+    """The requests and sequences that use adapters: an AdapterUsers."""
+
+    def __init__(self, live: LiveSequences, in_flight: StepsInFlight, constraints: GrammarConstraints) -> None:
+        self._live = live
+        self._in_flight = in_flight
+        self._constraints = constraints
+
+    def requests(self) -> Iterator[Request]:
+        return chain(self._live.requests.values(), self._constraints.compiling)
+
+    def with_slots(self) -> Iterator[Sequence]:
+        return chain(self._live.running.values(), self._live.loading.values(), self._in_flight.sequences)
+
+    def waiting(self) -> Iterator[Sequence]:
+        return iter(self._live.waiting)

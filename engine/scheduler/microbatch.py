@@ -95,6 +95,11 @@ class StepsInFlight:
         return self._applied
 
     @property
+    def sequences(self) -> Iterator[Sequence]:
+        """The sequences of steps in flight, ended ones included."""
+        return chain.from_iterable((*step.decodes, *step.prompts) for _, step in self._steps)
+
+    @property
     def suspects(self) -> set[Sequence]:
         """The live sequences of the steps that an exception may come from: in flight, or being applied."""
         steps = [self._applied, *(sequences for _, sequences in self._steps)]

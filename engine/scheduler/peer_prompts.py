@@ -24,7 +24,9 @@ class PeerPrompts:
         They end here if a waiting request lacks their room, or blocks run out.
         """
         head = self._live.waiting.head
-        lacks_room = head is not None and (self._room.free_places <= 0 or not self._room.may_have_blocks(head))
+        lacks_room = head is not None and (
+            self._room.free_places <= 0 or self._room.lacks_slot(head) or not self._room.may_have_blocks(head)
+        )
         if not lacks_room and self._kv.grow(ahead):
             return ahead
         self.end_ahead(ahead)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from engine.adapters.adapters import Adapters
 from engine.images.image_steps import ImageSteps
 from engine.request import Request
 from engine.scheduler.live_sequences import LiveSequences
 from engine.sequence import Sequence
-from pdserve.errors import ImagesMissing, Overloaded, PdserveError, RequestError, RequestTooLong
+from pdserve.errors import AdapterMissing, ImagesMissing, Overloaded, PdserveError, RequestError, RequestTooLong
 from pdserve.ipc.messages import EventBatch, Refused
 
 
@@ -19,12 +20,14 @@ class Refusals:
         self,
         live: LiveSequences,
         images: ImageSteps,
+        adapters: Adapters,
         events: EventBatch,
         max_waiting: int,
         cancel: Callable[[int], None],
     ) -> None:
         self._live = live
         self._images = images
+        self._adapters = adapters
         self._events = events
         self._max_waiting = max_waiting
         self._cancel = cancel
@@ -40,6 +43,15 @@ class Refusals:
         if fault:
             self._refuse(request.rid, RequestError(fault))
         return bool(fault)
+
+    def lacks_adapter(self, request: Request) -> bool:
+        """Refuse a request whose adapter is not on this node. Return whether it was."""
+        digest = request.sampling.adapter
+        is_here = self._adapters.has(digest, begun=bool(request.branches))
+        if not is_here:
+            text = f"this node does not have adapter {digest[:12]}…; send the request to a node that lists it"
+            self._refuse(request.rid, AdapterMissing(text))
+        return not is_here
 
     def overloaded(self, request: Request, num_waiting: int) -> bool:
         """Refuse a new request if the queue is full, or a waiting one if that is fairer. Return whether it was ours."""
@@ -62,10 +74,16 @@ class Refusals:
 
         They might wait forever: the peers for prompts of this node, and growing windows for windows of other prompts.
         """
-        text = "no room for prompts of peers while other prompts hold blocks; compute the prompt yourself"
+        text = "no room for prompts of peers while other prompts hold blocks or slots; compute the prompt yourself"
         for sequence in list(sequences):
             self._refuse(sequence.rid, Overloaded(text))
             self._cancel(sequence.rid)
+
+    def without_slots(self) -> None:
+        """Refuse prompts for peers that lack a slot, while streams load: two nodes might hold slots for each other."""
+        if self._live.streams_loading and self._live.for_peers:
+            waiting = [sequence for sequence in self._live.waiting if sequence.for_peer]
+            self.for_peers(filter(self._adapters.lacking(), waiting))
 
     def leaves_out(self, sequence: Sequence) -> bool:
         """Return whether the step being planned cannot include a prompt, as pixels are not here: refuse it later."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 
+from engine.adapters.adapters import Adapters
 from engine.kv_cache.connector_scheduler import KVConnectorScheduler
 from engine.kv_cache.kv_cache_manager import KVCacheManager
 from engine.kv_cache.revocation import Lacking
@@ -28,6 +29,7 @@ class Room:
         events: EventBatch,
         totals: Totals,
         *,
+        adapters: Adapters,
         max_num_seqs: int,
         clock: Callable[[], float],
     ) -> None:
@@ -37,6 +39,7 @@ class Room:
         self._tiers = connector.tiers
         self._events = events
         self._totals = totals
+        self._adapters = adapters
         self._max_num_seqs = max_num_seqs
         self._clock = clock
         self.emit: Emit = no_emit  # called when an event should not wait for the rest of a plan
@@ -49,11 +52,14 @@ class Room:
     def head(self) -> Sequence | None:
         """The sequence to admit next; None if no waiting sequence can continue or ``max_num_seqs`` are running.
 
-        Sequences pass others that wait for a fetch.
+        Sequences pass others that wait for a fetch, or for a slot of their adapter.
         """
         head = self._live.waiting.head if self.free_places > 0 else None
-        if head is not None and self._tiers.fetching(head):
-            head = next((sequence for sequence in self._live.waiting if not self._tiers.fetching(sequence)), None)
+        lacks_slot = self._adapters.lacking()
+        if head is not None and (self._tiers.fetching(head) or lacks_slot(head)):
+            fetching = self._tiers.fetching
+            passing = (other for other in self._live.waiting if not (fetching(other) or lacks_slot(other)))
+            head = next(passing, None)
         return None if head is None or head.blocked or head.in_flight else head
 
     def _begin_fetches(self) -> None:
@@ -86,6 +92,10 @@ class Room:
         if head is not None and self.may_have_blocks(head):
             self._live.waiting.advance(sequence for sequence in prompts if not (sequence.blocked or sequence.in_flight))
 
+    def lacks_slot(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence has to wait for a slot of its adapter."""
+        return self._adapters.lacking()(sequence)
+
     def may_have_blocks(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence has kept its blocks, or may find some."""
         return bool(sequence.table.blocks or self._live.preemptible) or self._kv.fits(sequence)
@@ -111,8 +121,9 @@ class Room:
         return self._kv.lacking_to_allocate(sequence)
 
     def admit(self, sequence: Sequence) -> None:
-        """Take a sequence that has blocks out of the queue."""
+        """Take a sequence that has blocks out of the queue, and give its adapter a slot."""
         request = sequence.request
+        self._adapters.admit(sequence)
         self._live.waiting.admit(sequence, sequence.num_computed)
         if request.cached_tokens is None:
             request.cached_tokens = sequence.num_computed
@@ -127,13 +138,18 @@ class Room:
         self._begin_fetches()
         prompts_ahead = 0
         blocks_ahead = 0
+        adapters_ahead = set[str]()
+        lacks_slot = self._adapters.lacking(adapters_ahead)
         for sequence in list(self._live.waiting):
             if self.free_places <= prompts_ahead:
                 return
+            if lacks_slot(sequence):
+                continue
             needed = self._kv.blocks_for(sequence.length)
             if not self._peers.loadable(sequence):
                 prompts_ahead += 1
                 blocks_ahead += needed
+                adapters_ahead.add(sequence.request.sampling.adapter)
             elif not (sequence.blocked or sequence.in_flight):
                 lacks_blocks = prompts_ahead and blocks_ahead + needed > self._kv.num_free
                 if self.fetch(sequence):
@@ -143,6 +159,7 @@ class Room:
                 self.admit(sequence)
                 self._live.loading[sequence.rid] = sequence
                 self._peers.load(sequence)
+                lacks_slot = self._adapters.lacking(adapters_ahead)  # it may have the last one
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Allocate the blocks of a load. That they are free is told before: to evict what they cache takes a while."""

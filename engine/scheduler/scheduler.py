@@ -27,6 +27,7 @@ from math import isfinite
 
 import msgspec
 
+from engine.adapters.adapters import AdaptersFactory, no_adapters
 from engine.grammars.constraints import GrammarConstraints
 from engine.grammars.workers import GrammarWorkers
 from engine.images.image_steps import ImagesFactory, no_images
@@ -41,7 +42,7 @@ from engine.scheduler.choices import ChoiceManager
 from engine.scheduler.drafting import DraftingFactory, no_drafting
 from engine.scheduler.fair_share import FairShare
 from engine.scheduler.itl_target import ItlTarget, JoiningStreams, in_order
-from engine.scheduler.live_sequences import LiveSequences
+from engine.scheduler.live_sequences import LiveSequences, OpenRequests
 from engine.scheduler.loads import KVLoads
 from engine.scheduler.microbatch import RunnableSequences, StepsInFlight
 from engine.scheduler.peer_prompts import PeerPrompts
@@ -72,6 +73,7 @@ class Scheduler:
         connector: ConnectorFactory = KVConnectorScheduler,
         drafting: DraftingFactory = no_drafting,
         images: ImagesFactory = no_images,
+        adapters: AdaptersFactory = no_adapters,
         grammars: GrammarWorkers | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -86,7 +88,8 @@ class Scheduler:
         self.states = StateSlots(config.num_state_slots, config.block_size) if config.num_state_slots else States()
         parts = CacheParts(self.pool, self.events, config.block_size, self.states, self.meter, self.totals, clock)
         self.connector = connector(parts)
-        self._kv = KVCacheManager(self.pool, self.connector, config.block_size, config.max_batch_tokens, self.states)
+        sizes = config.block_size, config.max_batch_tokens
+        self._kv = KVCacheManager(self.pool, self.connector, *sizes, self.states, config.whole_images)
         self.images = images(self.totals)
         self._drafting = drafting(config, self._kv, self.meter, self.totals, self.events)
         self._constraints = GrammarConstraints(
@@ -94,20 +97,23 @@ class Scheduler:
         )
         self._choices = ChoiceManager(config.block_size, config.eos_token_ids, self._constraints, self.events)
         self._live = LiveSequences(self._kv, self.events)
+        self._in_flight = StepsInFlight(config.stages)
+        users = OpenRequests(self._live, self._in_flight, self._constraints)
+        self.adapters = adapters(users, self.events, clock)
         self.room = Room(
             self._live,
             self._kv,
             self.connector,
             self.events,
             self.totals,
+            adapters=self.adapters,
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
-        self._refusals = Refusals(self._live, self.images, self.events, config.max_waiting, self.cancel)
+        self._refusals = Refusals(self._live, self.images, self.adapters, self.events, config.max_waiting, self.cancel)
         self._peer_prompts = PeerPrompts(self._live, self._kv, self.room, self.events)
         self._fair_share = FairShare(self._live, self.room, self.totals)
         self._joining = JoiningStreams(self.connector.peers, clock)
-        self._in_flight = StepsInFlight(config.stages)
         self._itl_target = ItlTarget(
             self.meter,
             config.itl_target,
@@ -146,6 +152,8 @@ class Scheduler:
         now = self._clock()
         request = Request(arrived=now - values.pop("age"), **values, branches=branches, waits_since=now)
         longest_output = max(map(len, branches.values()), default=0)
+        if self._refusals.lacks_adapter(request):
+            return
         needed = self._kv.blocks_for(request.prompt_len + longest_output + 1)
         if self._refusals.never_fits(request, needed, self.pool.total):
             return
@@ -194,7 +202,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True if ``plan`` has nothing for the runner or the connector until a command, mask or result arrives."""
-        if self._live.finished or self.connector.has_orders or self._live.any_runnable:
+        if self._live.finished or self.connector.has_orders or self.adapters.has_orders or self._live.any_runnable:
             return False
         return self.room.head is None or not self.room.may_have_blocks(self.room.head)
 
@@ -204,6 +212,7 @@ class Scheduler:
         ``busy``: seconds until the device can begin it.
         """
         self._take_grammar_results()
+        self.adapters.begin()
         self._busy = busy
         self._num_plans += 1
         builder = StepBuilder(
@@ -219,6 +228,7 @@ class Scheduler:
             has_room = self._admit(builder) and self.room.free_places > 0
             if self._live.streams_loading and self._live.for_peers and not (has_room or self.connector.peers.revoking):
                 self._refusals.for_peers(sequence for sequence in self._live.waiting if sequence.for_peer)
+            self._refusals.without_slots()
         self._in_flight.add(self._num_plans, builder.sequences())
         self.expected = self.meter.expected(builder.work)
         seconds = busy + self.expected
@@ -227,7 +237,8 @@ class Scheduler:
         finished = self._live.take_finished()
         states = self._kv.take_state_orders(self._num_plans)
         builder.drafts_ahead = self._drafting.ahead(self._live.running.values())
-        plan = builder.plan(finished, self.connector.take_digest_orders(), states)
+        digests = self.connector.take_digest_orders()
+        plan = builder.plan(finished, digests, states, self.adapters.take_slots())
         self._refusals.end_plan()
         return plan
 
@@ -242,6 +253,7 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: ModelRunnerOutput, seconds: float = 0.0, emit: Emit = no_emit) -> None:
         """Apply the results of a step that took ``seconds``. ``emit`` is called early if a prompt has ended."""
         self._kv.applied(plan.step)
+        self.adapters.update(output)
         self._results.apply(plan, output, seconds, emit)
         self.loads.join_splits()
         self._constraints.request_masks()
@@ -251,12 +263,13 @@ class Scheduler:
         if not self.events:
             return None
         self.totals.sampled_tokens += len(self.events.outputs.rids)
-        batch = self.events.take(self.status(), *(self.connector.report.take() if cache else ([], [], [])))
+        batch = self.events.take(self.status(), self.images.take_changes(), *self.connector.report.take(cache))
         self.events.status_changed = not cache  # so there is a next time
         return batch
 
     def status(self) -> Status:
         free, held, leased, quarantined = self.pool.counts
+        adapters = self.adapters.in_use
         running = self._live.running
         prompts = sum(prompt.num_computed < prompt.prompt_len and prompt.seq in running for prompt in self._prompts)
         return Status(
@@ -280,6 +293,8 @@ class Scheduler:
             host_blocks=self.connector.tiers.host_blocks,
             disk_blocks=self.connector.tiers.disk_blocks,
             state_slots=self.states.pool.counts,
+            running_adapters=adapters.running,
+            waiting_adapters=adapters.waiting,
         )
 
     @property
@@ -367,7 +382,8 @@ class Scheduler:
         decoding = sum(sequence.decodes_here for sequence in self._live.running.values())
         coming = int(self._live.streams_coming)  # a stream that comes must not wait for a whole step
         loadable = self.connector.peers.loadable
-        waiting = (sequence for sequence in self._live.waiting if not loadable(sequence))
+        lacks_slot = self.adapters.lacking()
+        waiting = (other for other in self._live.waiting if not (loadable(other) or lacks_slot(other)))
         begin = self._clock() + self._busy
         order = self._ttft_target.order(runnable.prompts, waiting, begin, decoding or coming)
         self.room.advance(order.next_waiting)

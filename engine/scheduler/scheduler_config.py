@@ -32,6 +32,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     full_step: int  # tokens that keep the device busy: see StepBuilder
     tile: int = 1  # tokens that the device computes together: see StepBuilder
     max_drafts: int = 0  # drafts of a decode; 0: none
+    whole_images: bool = False  # a step computes all tokens of an image that have no KV yet
     max_waiting: int  # requests without output
     stages: int = 1  # pipeline stages: see microbatch.py
     itl_target: float | None = 0.0  # seconds; 0: none, None: as itl_target.py measures
@@ -55,6 +56,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             full_step=FULL_STEP[config.device.kind],
             tile=TILE[config.device.kind],
             max_drafts=config.max_drafts,
+            whole_images=config.model.whole_images,
             max_waiting=config.options.max_waiting,
             stages=config.parallel.pp,
             itl_target=config.itl_target,

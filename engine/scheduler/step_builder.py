@@ -9,6 +9,7 @@ from engine.scheduler.itl_target import ChunkBudget
 from engine.scheduler.microbatch import StepSequences
 from engine.sequence import Sequence
 from engine.step_cost_meter import StepWork
+from pdserve.adapters.adapter import AdapterSlot
 from pdserve.kv.states import StateOrders
 from pdserve.records import DigestOrder, Drafts, NewBlocks, NewSequence, ScheduledSequence, StepPlan, TokenMask
 
@@ -129,12 +130,12 @@ class StepBuilder:
         Return 0 if the first of them waits for an image, of which the step may encode a piece.
         """
         missing = sequence.missing
-        covered = sequence.table.covered - sequence.num_launched
+        held = min(missing, sequence.table.covered - sequence.num_launched, self._tokens_left)
         room = self._room(sequence, self.crowding)
-        most = max(1, min(missing, room, covered))
+        most = max(1, min(room, held))
         image_room = self._image_room(sequence)
         room = min(room, image_room)
-        if not (num_tokens := self._images.limit(sequence, most, room, paced=self.budget is not None)):
+        if not (num_tokens := self._images.limit(sequence, most, room, held, paced=self.budget is not None)):
             self._count_images(sequence, self._images.add_piece(sequence, image_room))
             return 0
         if sequence.state is not None:
@@ -142,7 +143,7 @@ class StepBuilder:
         if self.budget is not None:
             if num_tokens < missing:
                 spare = (self._most_tokens - self._tokens_left + num_tokens) % self._tile
-                num_tokens -= spare if spare < num_tokens else 0
+                num_tokens -= spare if spare < num_tokens and not self._images.cuts(sequence, num_tokens - spare) else 0
             self.budget.spend(sequence, num_tokens)
         self._count_images(sequence, self._images.add(sequence, num_tokens, room))
         self._send_blocks(sequence)
@@ -167,7 +168,13 @@ class StepBuilder:
     def sequences(self) -> StepSequences:
         return StepSequences(tuple(self._decodes), tuple(self._prompts))
 
-    def plan(self, finished: tuple[int, ...], digests: tuple[DigestOrder, ...], states: StateOrders) -> StepPlan:
+    def plan(
+        self,
+        finished: tuple[int, ...],
+        digests: tuple[DigestOrder, ...],
+        states: StateOrders,
+        adapters: tuple[AdapterSlot, ...],
+    ) -> StepPlan:
         images = self._images.take_orders()
         return StepPlan(
             self._step,
@@ -184,6 +191,7 @@ class StepBuilder:
             state_copies=states.copies,
             dropped_images=images.dropped,
             images=images.encoded,
+            adapters=adapters,
         )
 
     def _add_masks(self, sequence: Sequence, count: int = 1) -> None:

@@ -57,7 +57,7 @@ def _sequence_of(message: LeaseCached, block_size: int) -> Sequence:
     sampling = SamplingParams(max_tokens=1)
     length = len(token_ids)
     request = Request(message.rid, token_ids.tobytes(), sampling, Mode.LOCAL, message.cache_salt)
-    hashes = BlockHashes(block_size, root_hash(message.cache_salt), images=message.images)
+    hashes = BlockHashes(block_size, root_hash(message.cache_salt, message.adapter), images=message.images)
     return Sequence(0, request, 0, token_ids, hashes, length, length + 1)
 
 

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from node.engine_client.engine_process import EngineProcess
 from node.engine_client.launched_engine import LaunchedEngine, launch_engine
 from node.engine_client.request_events import RequestEvents, RequestHandler, named_error
+from pdserve.adapters.adapter import Adapter
 from pdserve.config.node_config import NodeConfig
 from pdserve.errors import EngineCrashed, EngineDied, PdserveError
 from pdserve.ipc.heartbeat_monitor import HeartbeatMonitor
 from pdserve.ipc.messages import (
+    AdapterAdded,
+    AddAdapter,
     ChangeWeights,
     Configure,
     Crashed,
@@ -28,6 +31,7 @@ from pdserve.ipc.messages import (
     ReadChecked,
     ReadEnded,
     Ready,
+    RemoveAdapter,
     Status,
     ToEngine,
     WeightsAnswer,
@@ -76,6 +80,7 @@ class EngineClient:
         self._suspects: frozenset[int] | None = None  # rids that may have caused the engine's end; None: unknown
         self._unreported: list[EventBatch] = []
         self._weights_answer: asyncio.Future[WeightsAnswer] | None = None
+        self._adapters: dict[str, asyncio.Future[AdapterAdded]] = {}  # loads by digest
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.on_batch: Callable[[EventBatch], None] = lambda batch: None  # called after the other callbacks
         self.on_read: Callable[[ReadEnded], None] = lambda ended: None  # called for every read
@@ -146,6 +151,28 @@ class EngineClient:
         self.has_weights = answer.has_weights
         if answer.kind:
             raise named_error(answer.kind, answer.message)
+
+    # ------------------------------------------------------------ adapters
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter on all ranks; then requests may use it. One load of a digest at a time.
+
+        Raises the error of the engine or of a rank.
+        """
+        added = self._adapters[adapter.digest] = asyncio.get_running_loop().create_future()
+        self.send(AddAdapter(adapter))
+        try:
+            await asyncio.wait([added, self.closed], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._adapters[adapter.digest]
+        if not added.done():
+            raise self.closed.result()
+        if (answer := added.result()).kind:
+            raise named_error(answer.kind, answer.message)
+
+    def remove_adapter(self, digest: str) -> None:
+        """Refuse new requests of an adapter."""
+        self.send(RemoveAdapter(digest))
 
     # ------------------------------------------------------------ state and requests
 
@@ -231,6 +258,9 @@ class EngineClient:
         self._events.dispatch(batch)
         for connection in batch.connected:
             self.on_connected(connection)
+        for answer in batch.adapters:
+            if (added := self._adapters.get(answer.digest)) is not None and not added.done():
+                added.set_result(answer)
         for epoch, reason in batch.failed_peers:
             self.on_failed_peer(epoch, reason)
         for rid in batch.revoke:

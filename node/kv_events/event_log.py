@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -49,7 +49,10 @@ def short_hash(block_hash: bytes) -> int:
 class _Event:
     """Makes the events, as maps or arrays. Fields are in the order of vLLM's arrays."""
 
-    def __init__(self, kinds: Sequence[GroupKind], block_size: int, as_maps: bool) -> None:
+    def __init__(
+        self, kinds: Sequence[GroupKind], block_size: int, as_maps: bool, name_of: Callable[[str], str]
+    ) -> None:
+        self._name_of = name_of
         self._kinds = kinds
         self._block_size = block_size
         self._as_maps = as_maps
@@ -74,6 +77,7 @@ class _Event:
             parent=short_hash(first.parent) if first.parent else None,
             tokens=tokens.tolist(),
             extra_keys=keys if any(keys) else None,
+            lora_name=first.adapter and self._name_of(first.adapter),
         )
 
     def stored_in(self, medium: str, group: int, block_hashes: list[int]) -> Any:
@@ -89,6 +93,7 @@ class _Event:
         parent: int | None = None,
         tokens: Sequence[int] = (),
         extra_keys: list[Any] | None = None,
+        lora_name: str = "",
     ) -> Any:
         kind = self._kinds[group]
         fields = {
@@ -98,7 +103,7 @@ class _Event:
             "block_size": self._block_size,
             "lora_id": None,
             "medium": medium,
-            "lora_name": None,
+            "lora_name": lora_name or None,
             "extra_keys": extra_keys,
             "group_idx": group,
             "kv_cache_spec_kind": kind.kind,
@@ -111,10 +116,11 @@ class _Event:
 
 
 def _extra_keys(block: StoredBlock) -> list[Any] | None:
-    """Return what a block's hash has beside tokens: its images, and the salt in the first block of a prompt."""
+    """Return what a block's hash has beside tokens: adapter, images, and the salt in the first block of a prompt."""
+    adapter = [block.adapter] if block.adapter else []
     images = [[digest.hex(), offset] for digest, offset in block.images]
     salt = [block.cache_salt] if block.cache_salt and not block.parent else []
-    return [*images, *salt] or None
+    return [*adapter, *images, *salt] or None
 
 
 class EventLog:
@@ -136,8 +142,10 @@ class EventLog:
         kept_batches: int = _KEPT_BATCHES,
         kept_bytes: int = _KEPT_BYTES,
         most_behind: int = _MOST_BEHIND,
+        name_of: Callable[[str], str] = str,
     ) -> None:
-        self._event = _Event(kinds, block_size, as_maps)
+        """``name_of`` returns the name of an adapter by its digest."""
+        self._event = _Event(kinds, block_size, as_maps, name_of)
         self._longest = max(1, min(_EVENT_BLOCKS, _EVENT_TOKENS // block_size))
         self._kept_batches = kept_batches
         self._kept_bytes = kept_bytes

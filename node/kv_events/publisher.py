@@ -34,7 +34,10 @@ class KVEventPublisher(CacheListener):
     def __init__(self, options: KVEventOptions, kinds: Sequence[GroupKind], block_size: int) -> None:
         """Bind the sockets, before a model loads. Raises CapacityError for a port in use, ConfigError otherwise."""
         self._topic = options.topic.encode()
-        self._event_log = EventLog(kinds, block_size, options.as_maps)
+        self._adapter_names: dict[str, str] = {}  # by digest
+        self._event_log = EventLog(
+            kinds, block_size, options.as_maps, name_of=lambda digest: self._adapter_names.get(digest, digest)
+        )
         self._changes: deque[CacheChanges] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ended = self._failed = False
@@ -69,6 +72,9 @@ class KVEventPublisher(CacheListener):
         if not self._failed:
             self._changes.append(changes)
             os.eventfd_write(self._wake_fd, 1)
+
+    def name_adapter(self, digest: str, name: str) -> None:
+        self._adapter_names[digest] = name
 
     def clear(self) -> None:
         self.publish(CacheChanges(cleared=True, removed=[], stored=[]))

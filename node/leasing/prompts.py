@@ -150,6 +150,7 @@ class CachedPrompt(LeasedPrompt):
             skip_tokens=request.skip_tokens,
             kv_layers=request.kv_layers,
             images=images_from_pb(request.images),
+            adapter=request.sampling.adapter,
         )
         self._prompts.engine.send(pull)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -30,11 +29,12 @@ import msgspec
 
 from node.context import NodeContext
 from node.health import NodeState
+from node.weights.allowed_directory import AllowedDirectory
 from pdserve.config.compatibility import weights_hash
 from pdserve.config.config_with_weights import with_checkpoint, with_patch, with_reload, without_digests
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.same_model import check_kv_scales, check_same_model
-from pdserve.errors import CapacityError, CheckpointError, ConfigError, NodeError, PdserveError, RequestError, cut
+from pdserve.errors import CapacityError, ConfigError, NodeError, PdserveError, RequestError, cut
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.pb import pdserve_pb2_grpc as pb_grpc
 from pdserve.rpc.errors import abort
@@ -176,11 +176,11 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
         """Without ``root``, all orders are refused."""
         self._node = node
         self._changes = changes
-        self._root = root
+        self._allowed = AllowedDirectory(node.name, root)
 
     async def Reload(self, request: pb.ReloadRequest, context: Context) -> pb.WeightsChanged:
         async def reload() -> None:
-            model_dir = self._allowed(request.model_dir)
+            model_dir = self._allowed.find(request.model_dir)
             change = WeightChange(model_dir=model_dir)
             await self._changes.run(change, self._when(request.when), lambda config: with_reload(config, model_dir))
 
@@ -188,7 +188,7 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
 
     async def Patch(self, request_iterator: AsyncIterator[pb.PatchPiece], context: Context) -> pb.WeightsChanged:
         async def patch() -> None:
-            self._check_allowed()
+            self._allowed.check()
             if self._node.engine.has_remote_ranks:
                 raise ConfigError("a patch reaches the ranks of one host only; reload a checkpoint on all hosts")
             with tempfile.TemporaryDirectory(prefix="pdserve-patch-") as folder:
@@ -201,15 +201,15 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.WeightsChanged:
         async def sleep() -> None:
-            self._check_allowed()
+            self._allowed.check()
             await self._changes.sleep(self._when(request.when))
 
         return await self._answer(sleep, context)
 
     async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WeightsChanged:
         async def wake() -> None:
-            self._check_allowed()
-            await self._changes.wake(self._allowed(request.model_dir) if request.model_dir else "")
+            self._allowed.check()
+            await self._changes.wake(self._allowed.find(request.model_dir) if request.model_dir else "")
 
         return await self._answer(wake, context)
 
@@ -227,30 +227,6 @@ class WeightChangesService(pb_grpc.WeightChangesServicer):
         if (when or WAIT) not in WHEN:
             raise RequestError(f"when {cut(when)!r} is none of {', '.join(WHEN)}", "when")
         return when or WAIT
-
-    def _check_allowed(self) -> None:
-        if not self._root:
-            raise ConfigError(f"{self._node.name} changes no weights; start it with --allow-weight-changes DIR")
-
-    def _allowed(self, model_dir: str) -> str:
-        """Return the directory that is meant, without links. Raises ConfigError outside of the allowed one.
-
-        Raises CheckpointError if there is no such directory.
-        """
-        self._check_allowed()
-        root = os.path.realpath(self._root)
-        path = "/" if "\0" in model_dir else os.path.realpath(os.path.join(root, model_dir))  # no path has a NUL
-        if os.path.commonpath([root, path]) != root:
-            raise ConfigError(
-                f"{cut(model_dir)} is not below {root}, the directory of --allow-weight-changes of {self._node.name}"
-            )
-        try:
-            os.stat(os.path.join(path, ""))  # a file is no directory
-        except OSError as exc:
-            raise CheckpointError(
-                f"{cut(model_dir)} below {root} is no directory ({exc.strerror}); name one that has config.json"
-            ) from exc
-        return path
 
 
 def _log_outcome(task: asyncio.Future[None]) -> None:

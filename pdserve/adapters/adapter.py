@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 NO_ADAPTER = ""  # digest of requests to the base model
 NO_ADAPTER_SLOT = -1  # slot of their sequences
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_digest(text: str) -> bool:
+    """Whether a text from outside may be the digest of an adapter."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 class AdapterLimits(msgspec.Struct, frozen=True):
@@ -43,3 +51,19 @@ class AdapterSlot(msgspec.Struct, frozen=True):
 
     slot: int
     digest: str
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a load to host memory, on one rank or on all of them."""
+
+    digest: str
+    error: str = ""  # empty: the adapter is in host memory
+
+
+class NamedAdapter(msgspec.Struct, frozen=True):
+    """An adapter that a node serves under a name of its own."""
+
+    name: str  # empty: only requests that began before the name's last reload use it
+    digest: str
+    rank: int
+    root: str  # directory or hub id, as given

@@ -119,6 +119,7 @@ def problems(
             None if platform.has_flashinfer else "the package flashinfer is not installed",
             platform.triton_problem and f"it needs Triton between its kernels: {platform.triton_problem}",
             None if dtype in _FLASHINFER_DTYPES else f"dtype {dtype} is not one of {', '.join(_FLASHINFER_DTYPES)}",
+            "tokens of an image see later ones" if any(spec.whole_images for spec in specs) else None,
         ]
         if kv_heads:
             reasons.append(f"layers have unlike heads: {', '.join(map(str, sorted(set(kv_heads))))}")

@@ -14,7 +14,7 @@ from pdserve.errors import cut
 _MAX_NAMED = 10  # fields in an error
 
 WEIGHTS_OF = "weights of "  # before the name of a tensor group, in the fields
-PROTOCOL_VERSION = 7  # the version of proto/pdserve.proto; its rules are at the file's top
+PROTOCOL_VERSION = 8  # the version of proto/pdserve.proto; its rules are at the file's top
 
 
 def describe_protocol(theirs: int) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import platform
 
+from pdserve.adapters.base_layers import base_layers
 from pdserve.config.device import free_memory
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import weight_bytes
 from pdserve.errors import CapacityError
+from pdserve.kv.layout import DTYPE_BYTES
 
 _X86 = "x86_64"
 
@@ -30,11 +32,12 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
     """Describe the memory of a rank. Raises CapacityError unless its weights and KV cache fit in ``free`` bytes.
 
     ``free`` is None if unknown. Weights that no format packs are held in ``dtype``. The weights count with
-    ``image_memory``, the KV cache with the recurrent states; a measured KV cache takes the rest of the memory later.
+    ``image_memory`` and ``slots_memory``, the KV cache with the recurrent states; a measured KV cache takes the rest of
+    the memory later.
     """
     device = f"cuda:{config.device.index}" if config.device.kind == "cuda" else config.device.kind
     layouts = () if config.measure_kv_memory else (config.kv_layout, config.state_layout)
-    weights = weight_bytes(config.model, config.position, dtype) + image_memory(config)
+    weights = weight_bytes(config.model, config.position, dtype) + image_memory(config) + slots_memory(config)
     cache = sum(layout.total_bytes for layout in layouts if layout is not None)
     if free is not None and weights + cache > free:
         raise CapacityError(
@@ -48,6 +51,19 @@ def check_room(config: NodeConfig, dtype: str, free: int | None) -> str:
 def image_memory(config: NodeConfig) -> int:
     """Return the bytes of a rank's vision tower, embeddings and hidden states of images; 0 if it encodes none."""
     return config.tower_bytes + config.image_cache + config.image_hidden_bytes if config.has_tower else 0
+
+
+def slots_memory(config: NodeConfig) -> int:
+    """Return the bytes of all slots of adapters on a rank's device; 0 if the node takes no adapters.
+
+    A slot has A and B of the largest rank for each linear layer of the rank.
+    """
+    limits = config.adapters
+    if limits is None or config.options.simulated:
+        return 0
+    position = config.position
+    sizes = [layer.sizes(position.parallel.tp) for layer in base_layers(config.model, position.layers).values()]
+    return limits.max_loras * limits.max_lora_rank * sum(map(sum, sizes)) * DTYPE_BYTES[config.dtype]
 
 
 def _gib(num_bytes: int) -> str:

@@ -17,7 +17,7 @@ import msgspec
 from pdserve.config.attention_backends import ATTENTION_BACKENDS
 from pdserve.config.simulated_costs import SimulatedCosts
 from pdserve.discovery.sources import ADDRESS_FORMS, check_sources
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, shown
 from pdserve.flags import declaration
 from pdserve.flags.declaration import Flag
 from pdserve.flags.shared import GRPC_TLS
@@ -42,6 +42,7 @@ ALWAYS = "always"
 SPECULATE = (OFF, AUTO, LOOKUP, MTP, f"{EAGLE3}:DIR")
 SYNTHETIC_SUFFIX = "-synthetic-acceptance"  # suffix of the model name in the API: the answers mean nothing
 MAX_DRAFTS = 16  # most drafts of a sequence in one step
+MOST_LORAS = 64  # most slots of adapters
 MOST_TARGET = 60_000.0  # ms of --itl-target and --ttft-target
 SYNTHETIC_DRAFTS = 3  # per decode with --synthetic-acceptance; deployments draft chains of two or three
 
@@ -64,6 +65,27 @@ def _speculate(text: str) -> str:
 
 def _itl_target(text: str) -> float | None:
     return None if text == "auto" else number(text)
+
+
+def adapter_source(text: str) -> str:
+    """Check an adapter of the command line, NAME=DIR or vLLM's JSON, and return it as NAME=DIR. Raises ConfigError."""
+    if text.startswith("{"):
+        try:
+            source = msgspec.json.decode(text, type=_AdapterSource)
+        except msgspec.MsgspecError as exc:
+            raise ConfigError(f"{shown(text)} is no adapter ({exc}); write NAME=DIR") from exc
+        return adapter_source(f"{source.name}={source.path}")
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise ConfigError(f"{shown(text)} is no adapter; write NAME=DIR")
+    return text
+
+
+class _AdapterSource(msgspec.Struct):
+    """An adapter in vLLM's form."""
+
+    name: str
+    path: str
 
 
 class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,6 +386,49 @@ class NodeOptions(msgspec.Struct, frozen=True, kw_only=True):
             at_least=1,
             unset="twice the largest image's",
             group="images",
+        ),
+    ] = None
+
+    lora: Annotated[
+        tuple[str, ...],
+        Flag(
+            "LoRA adapter of the model, served under NAME; DIR is a directory or hub id in PEFT's format; repeatable",
+            metavar="NAME=DIR",
+            parse=adapter_source,
+            repeatable=True,
+            alias="--lora-modules",
+            group="adapters",
+        ),
+    ] = ()
+    max_loras: Annotated[
+        int | None,
+        Flag(
+            "different adapters in one step: slots on the device. Alone, it lets adapters be loaded later",
+            metavar="N",
+            at_least=1,
+            at_most=MOST_LORAS,
+            unset="as many as --lora gives",
+            group="adapters",
+        ),
+    ] = None
+    max_lora_rank: Annotated[
+        int,
+        Flag(
+            "largest rank of an adapter; each slot has room for it",
+            metavar="N",
+            at_least=1,
+            at_most=512,
+            group="adapters",
+        ),
+    ] = 16
+    max_cpu_loras: Annotated[
+        int | None,
+        Flag(
+            "adapters in host memory, those included whose last requests still run",
+            metavar="N",
+            at_least=1,
+            unset="twice --max-loras, at least all of --lora",
+            group="adapters",
         ),
     ] = None
 

@@ -21,11 +21,12 @@ from pdserve.config.library_plans import check_split
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.node_options import AUTO, MTP, OFF, SYNTHETIC_SUFFIX, NodeOptions, check_options, model_name
 from pdserve.config.parallel import choose_parallel_config
+from pdserve.config.resolution.adapters import choose_adapters
 from pdserve.config.resolution.at_load import check_quantized_at_load, quantized_at_load
 from pdserve.config.resolution.compat_fields import compat_fields_of
 from pdserve.config.resolution.drafts import check_drafts, choose_draft_source, with_draft_head
 from pdserve.config.resolution.host_kv import check_disk_kv, check_host_kv
-from pdserve.config.resolution.images import choose_images
+from pdserve.config.resolution.images import choose_images, with_whole_images
 from pdserve.config.resolution.kernels import (
     QuantizationLimits,
     choose_attention_backend,
@@ -143,9 +144,13 @@ def resolve(
     max_model_len = reasons.take(
         "max_model_len", choose_max_model_len(options, model, kv, max_batch_tokens, estimated=measured)
     )
+    images = reasons.take(
+        "images", with_whole_images(images, options, model, max_batch_tokens, max_num_seqs, max_model_len)
+    )
     cuda_graphs = reasons.take("cuda_graphs", choose_cuda_graphs(options, platform, decision))
     itl_target = reasons.take("itl_target", choose_itl_target(options))
     costs = reasons.take("sim_costs", _choose_costs(options))
+    adapters = reasons.take("adapters", choose_adapters(options, model, pooling))
     config = NodeConfig(
         options=options,
         model_dir=str(model_dir),
@@ -171,6 +176,7 @@ def resolve(
         itl_target=itl_target,
         threads=options.threads or usable_cpus(),
         costs=costs,
+        adapters=adapters,
         speculate=speculate,
         draft_dir="" if draft_dir is None else str(draft_dir),
         max_drafts=0 if options.speculate == AUTO and speculate == OFF else options.max_drafts,

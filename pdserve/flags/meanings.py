@@ -51,6 +51,9 @@ MEANINGS = {
     "--disaggregation-mode": "the commands `pdserve prefill` and `pdserve decode`",
     "--disaggregation-transfer-backend": "--kv-connector",
     "--kv-events-config": "the flags --kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic of nodes",
+    "--lora-paths": "--lora",
+    "--max-loras-per-batch": "--max-loras",
+    "--max-loaded-loras": "--max-cpu-loras",
     "--kv-role": "the commands `pdserve prefill` and `pdserve decode`",
 }
 
@@ -125,9 +128,6 @@ REASONS = {
     "--kv-transfer-config": "--kv-connector names the back end, and a decode node's --prefill what it reads from",
     "--speculative-config": "--speculate lookup, mtp or eagle3:DIR, and --num-drafts; there are no other draft models",
     "--speculative-algorithm": "--speculate lookup, mtp or eagle3:DIR, and --num-drafts; no other draft models",
-    "--enable-lora": "there are no LoRA adapters; merge the adapter into the checkpoint",
-    "--lora-modules": "there are no LoRA adapters; merge the adapter into the checkpoint",
-    "--lora-paths": "there are no LoRA adapters; merge the adapter into the checkpoint",
     "--enable-eplb": _NO_COPIES,
     "--eplb-config": _NO_COPIES,
     "--ep-num-redundant-experts": _NO_COPIES,

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 import msgspec
 
+from pdserve.adapters.adapter import NO_ADAPTER
+
 BlockKey = tuple[int, bytes]  # KV cache group and block hash
 
 
@@ -18,6 +20,7 @@ class StoredBlock(msgspec.Struct, frozen=True, array_like=True):
     token_ids: bytes  # little-endian uint32
     cache_salt: str  # the request's; its chain of block hashes begins with it (pdserve/hashing.py)
     images: tuple[tuple[bytes, int], ...] = ()  # digest and relative place of each image in it (pdserve/images.py)
+    adapter: str = NO_ADAPTER  # digest, which its chain begins with, too
 
     @property
     def key(self) -> BlockKey:

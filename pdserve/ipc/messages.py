@@ -30,6 +30,9 @@ FreeLease(rid) ──►
 Images: PutPixels(digest, …) ──► until the last part, before the Submit that needs them. DropPixels(digest) ──► when no
 prompt does.
 
+Adapters: AddAdapter(adapter) ──►   ◄── adapters(digest) once every rank has it in host memory, before the Submits that
+name its digest. RemoveAdapter(digest) ──►
+
 A pull, on P: LeaseCached ──►   ◄── leased(rid, cached blocks), at once, or with checksums after a step.
 FreeLease(rid) ──►   While requests of P lack its blocks, ◄── revoke(rid), and P waits for FreeLease(rid).
 The reader's side is a handoff whose KV ends before the last tokens; it computes these after KVConfirmed. P pulls a
@@ -45,6 +48,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pdserve.adapters.adapter import NO_ADAPTER, Adapter
 from pdserve.config.node_config import DeviceInfo, NodeConfig
 from pdserve.config.runner_oracle import Decision
 from pdserve.errors import PdserveError
@@ -133,6 +137,7 @@ class LeaseCached(msgspec.Struct, frozen=True, tag=True):
     skip_tokens: int  # leading tokens whose KV the peer has; only later blocks are leased
     kv_layers: int = 0  # as in Submit
     images: Images = ()
+    adapter: str = NO_ADAPTER  # digest: only its KV is leased
 
 
 class StartRead(msgspec.Struct, frozen=True, tag=True):
@@ -243,6 +248,18 @@ class UseWeights(msgspec.Struct, frozen=True, tag=True):
     version: str
 
 
+class AddAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Load an adapter to the host memory of all ranks, beside steps. Answered by AdapterAdded."""
+
+    adapter: Adapter
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Refuse new requests of an adapter; its memory is freed after the running ones. Unknown digests are ignored."""
+
+    digest: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """No order: an engine that does not take even this command hangs."""
 
@@ -270,6 +287,8 @@ ToEngine = (
     | Disconnect
     | ChangeWeights
     | UseWeights
+    | AddAdapter
+    | RemoveAdapter
     | Ping
     | Shutdown
 )
@@ -436,6 +455,14 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     state_slot: int = NO_SLOT  # with the last blocks: slot of the recurrent state after ``handoff_position`` tokens
 
 
+class AdapterAdded(msgspec.Struct, frozen=True, array_like=True):
+    """The end of an AddAdapter. ``kind`` is the name of a class in pdserve.errors; empty: requests may use it."""
+
+    digest: str
+    kind: str = ""
+    message: str = ""
+
+
 class Counters(msgspec.Struct, array_like=True):
     """Counters since the engine's start; ``X`` is exported as ``pdserve_X_total``, with the meaning given here."""
 
@@ -546,6 +573,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
     state_slots: tuple[int, int, int, int] = (0, 0, 0, 0)  # slots of recurrent state: free, held, leased, quarantined
     host_blocks: tuple[int, int] = (0, 0)  # blocks in host memory: free, and with cached KV
     disk_blocks: int = 0  # blocks on disk that this node knows
+    running_adapters: tuple[str, ...] = ()  # digests, of running and loading sequences
+    waiting_adapters: tuple[str, ...] = ()  # digests, of waiting sequences
 
 
 class EventBatch(msgspec.Struct, tag=True):
@@ -571,27 +600,41 @@ class EventBatch(msgspec.Struct, tag=True):
     revoke: list[int] = []  # rids of pulls whose leases must end, as requests on this node need the blocks
     connected: list[Connected] = []
     failed_peers: list[tuple[str, str]] = []  # (epoch, reason)
+    adapters: list[AdapterAdded] = []
     status_changed: bool = False  # blocks were freed, or a request was paused or resumed
     cached: list[bytes] = []  # hashes of blocks that entered the prefix cache
     evicted: list[bytes] = []  # hashes of blocks that left it
     cache_changes: list[CacheChanges] = []  # with KV events: net changes with tokens, for all KV cache groups
+    images_cached: list[bytes] = []  # digests of images that have embeddings now
+    images_dropped: list[bytes] = []  # digests of images that have lost them
 
     def __bool__(self) -> bool:
         return bool(self.outputs.rids) or any(getattr(self, name) for name in _EVENTS)
 
     def take(
-        self, status: Status, cached: list[bytes], evicted: list[bytes], cache_changes: list[CacheChanges]
+        self,
+        status: Status,
+        images: tuple[list[bytes], list[bytes]],
+        cached: list[bytes],
+        evicted: list[bytes],
+        cache_changes: list[CacheChanges],
     ) -> EventBatch:
-        """Return the batch as a message, with the changes of the prefix cache, and start over."""
+        """Return the batch as a message, with the changes of images and of the prefix cache, and start over."""
         taken = msgspec.structs.replace(
-            self, status=status, cached=cached, evicted=evicted, cache_changes=cache_changes
+            self,
+            status=status,
+            cached=cached,
+            evicted=evicted,
+            cache_changes=cache_changes,
+            images_cached=images[0],
+            images_dropped=images[1],
         )
         for name, value in msgspec.structs.asdict(EventBatch()).items():
             setattr(self, name, value)
         return taken
 
 
-_NO_EVENTS = ("status", "outputs", "cached", "evicted", "cache_changes")
+_NO_EVENTS = ("status", "outputs", "cached", "evicted", "cache_changes", "images_cached", "images_dropped")
 _EVENTS = tuple(name for name in EventBatch.__struct_fields__ if name not in _NO_EVENTS)
 
 

@@ -35,6 +35,7 @@ class Gemma4Config(msgspec.Struct, frozen=True, kw_only=True):
     size_per_layer: int  # size of each token's embedding in each layer; 0: there is none
     wide_mlp: bool  # MLPs of layers without their own KV have twice the intermediate size
     logit_cap: float | None  # logits become cap * tanh(logits / cap)
+    padding: int  # token whose embeddings per layer tokens of images have
 
     def projects_once(self, spec: AttentionSpec) -> bool:
         """Whether the values of a layer are norms of its projected keys."""
@@ -79,11 +80,15 @@ def complete(fields: ConfigFields, num_layers: int, num_heads: int, usual: KVHea
         for has_window in (True, False)
     ]
     rope, gemma4 = _read(fields, [size or finest.head_dim for size in sizes])
+    sees_images = fields.get("use_bidirectional_attention") == "vision"  # layers with full attention never do
     return {
         "rope": rope,
         "num_kv_heads": finest.num_kv_heads,
         "head_dim": finest.head_dim,
-        "attention": tuple(AttentionSpec(scale=1.0, window=window) for window in of_layer),
+        "attention": tuple(
+            AttentionSpec(scale=1.0, window=window, whole_images=sees_images and window is not None)
+            for window in of_layer
+        ),
         "kv_heads": own if len(set(own)) > 1 else (),
         "kv_sources": sources,
         "moe": _moe(fields),
@@ -121,6 +126,7 @@ def _read(fields: ConfigFields, sizes: Sequence[int]) -> tuple[RopeConfig, Gemma
         size_per_layer=size_per_layer,
         wide_mlp=fields.flag("use_double_wide_mlp"),
         logit_cap=cap,
+        padding=fields.integer("pad_token_id", 0, least=0),
     )
 
 

@@ -4,7 +4,8 @@
     node    (pixel · rescale_factor - mean) / std ─► patches
 
 transformers computes the same by Qwen2VLImageProcessorPil (models/qwen2_vl/image_processing_pil_qwen2_vl.py), and for
-Mistral 3 by PixtralImageProcessorPil (models/pixtral/image_processing_pil_pixtral.py).
+Mistral 3 by PixtralImageProcessorPil (models/pixtral/image_processing_pil_pixtral.py), for Gemma 4 by
+Gemma4ImageProcessorPil (models/gemma4/image_processing_pil_gemma4.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pdserve.checkpoint.files import MAX_TOKENIZER, read_file
 from pdserve.errors import CheckpointError, RequestError, shown
 from pdserve.images import MAX_GRID, ImageInput
 from pdserve.model.config_fields import REMEDY, ConfigFields
+from pdserve.model.towers.gemma4 import AnyGemma4Vision, Gemma4Embedder, Gemma4Vision
 from pdserve.model.towers.pixtral import PixtralVision
 from pdserve.model.towers.vision_config import CHANNELS, VisionConfig
 from pdserve.tokenizer_tokens import TokenizerTokens
@@ -49,6 +51,10 @@ _RESCALE = 1 / 255
 _PIXTRAL_SIDE = 1024  # the library's
 _MAX_PIXTRAL_SIDE = 1 << 13  # pixels
 _TOKENIZER = "tokenizer.json"
+_GEMMA4_KINDS = ("Gemma4ImageProcessor", "Gemma4ImageProcessorFast", "Gemma4ImageProcessorPil")
+_UNIFIED_KINDS = ("Gemma4UnifiedImageProcessor", "Gemma4UnifiedImageProcessorFast", *_GEMMA4_KINDS)
+_GEMMA4_STEPS = {**_STEPS, "do_normalize": False}  # the tower maps values of 0 … 1 to -1 … 1
+_GEMMA4_TOKENS = (70, 140, 280, 560, 1120)  # most tokens of an image, as the library allows
 
 
 class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +66,9 @@ class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
     max_side: int = 0  # pixels, in a fitted size; 0: smart_size is bounded by the number of pixels
     row_end: int = 0  # ids of ImageInput
     image_end: int = 0
+    before: int = 0
+    behind: int = 0
+    fills: bool = False
     rescale_factor: float
     mean: tuple[float, float, float]  # red, green, blue, after rescaling
     std: tuple[float, float, float]
@@ -81,6 +90,9 @@ class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
             max_side=self.max_side,
             row_end=self.row_end,
             image_end=self.image_end,
+            before=self.before,
+            behind=self.behind,
+            fills=self.fills,
         )
 
 
@@ -91,6 +103,8 @@ def smart_size(bounds: ImageInput, height: int, width: int) -> tuple[int, int]:
     """
     if bounds.max_side:
         return _fitted_size(bounds, height, width)
+    if bounds.fills:
+        return _filling_size(bounds, height, width)
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise RequestError(
             f"the image has {width} × {height} pixels; one side may be at most {MAX_ASPECT} times as long as the other "
@@ -128,6 +142,27 @@ def _fitted_size(bounds: ImageInput, height: int, width: int) -> tuple[int, int]
     return rows * bounds.cell, columns * bounds.cell
 
 
+def _filling_size(bounds: ImageInput, height: int, width: int) -> tuple[int, int]:
+    """Return the sides of an image of ``max_pixels``, rounded down to multiples of a token's side."""
+    cell = bounds.cell
+    factor = math.sqrt(bounds.max_pixels / (height * width))
+    rows = math.floor(factor * height / cell)
+    columns = math.floor(factor * width / cell)
+    most = bounds.max_pixels // cell**2
+    if not rows and columns:
+        rows = 1
+        columns = min(width // height, most)
+    elif rows and not columns:
+        columns = 1
+        rows = min(height // width, most)
+    if not 0 < rows * columns <= most:
+        raise RequestError(
+            f"the image has {width} × {height} pixels, which no size of at most {most} tokens of {cell} × {cell} "
+            "pixels has room for. Crop it to a shape that is closer to a square"
+        )
+    return rows * cell, columns * cell
+
+
 def token_count(bounds: ImageInput, height: int, width: int) -> int:
     """Return the tokens of an image of any size. Raises RequestError."""
     rows, columns = bounds.grid(*smart_size(bounds, height, width))
@@ -141,6 +176,8 @@ def read_image_processor(model_dir: Path, vision: VisionConfig) -> ImageProcesso
         return None
     if isinstance(vision, PixtralVision):
         return _read_pixtral(model_dir, fields, vision)
+    if isinstance(vision, Gemma4Vision | Gemma4Embedder):
+        return _read_gemma4(fields, vision)
     _check_steps(fields, _KINDS, {**_STEPS, **_NO_PADDING})
     size = fields.part("size")
     shortest = size.integer("shortest_edge", _SIZE["shortest_edge"])
@@ -190,6 +227,42 @@ def _read_pixtral(model_dir: Path, fields: ConfigFields, vision: PixtralVision) 
         rescale_factor=fields.number("rescale_factor", _RESCALE, 1e-6, 1e3),
         mean=_channels(fields, "image_mean", _MEAN, least=-1e3),
         std=_channels(fields, "image_std", _STD, least=1e-6),
+    )
+
+
+def _read_gemma4(fields: ConfigFields, vision: AnyGemma4Vision) -> ImageProcessor:
+    """Read Gemma 4's processor: its sizes are the tower's."""
+    _check_steps(fields, _UNIFIED_KINDS if isinstance(vision, Gemma4Embedder) else _GEMMA4_KINDS, _GEMMA4_STEPS)
+    cell = vision.patch_size * vision.merge_size
+    side = fields.integer("patch_size", 16) * fields.integer("pooling_kernel_size", 3)
+    if side != cell:
+        raise fields.error(
+            f"has patches and a pooling kernel of {side} pixels, but the tower in config.json has {cell}; the two "
+            "belong to different models"
+        )
+    tokens = fields.get("max_soft_tokens", 280)
+    if tokens not in _GEMMA4_TOKENS:
+        raise fields.error(
+            f"has max_soft_tokens = {shown(tokens)}; it must be one of {', '.join(map(str, _GEMMA4_TOKENS))}. {REMEDY}"
+        )
+    if tokens * vision.merge_size > vision.num_positions:
+        raise fields.error(
+            f"has max_soft_tokens = {tokens}, so an image may be {tokens * vision.merge_size} patches wide; the tower "
+            f"has positions for {vision.num_positions}. {REMEDY}"
+        )
+    mean, std = (0.0, 1.0) if isinstance(vision, Gemma4Embedder) else (0.5, 0.5)
+    return ImageProcessor(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        min_pixels=cell**2,
+        max_pixels=tokens * cell**2,
+        before=vision.before,
+        behind=vision.behind,
+        fills=True,
+        rescale_factor=fields.number("rescale_factor", _RESCALE, 1e-6, 1e3),
+        mean=(mean, mean, mean),
+        std=(std, std, std),
     )
 
 

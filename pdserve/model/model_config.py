@@ -105,6 +105,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     unread_fields: tuple[str, ...] = ()  # names in config.json that native layers and transformers do not know
 
     @property
+    def whole_images(self) -> bool:
+        """Whether tokens of an image see later ones of it, so that one step computes all that have no KV yet."""
+        return any(spec.whole_images for spec in self.attention)
+
+    @property
     def keeps_quantized(self) -> bool:
         """Whether some weights stay quantized in memory; else all are dequantized when they are loaded."""
         return bool(self.layer_forms)

@@ -1,6 +1,6 @@
 """The vision tower of a multimodal checkpoint as config.json describes it: Qwen3-VL, and Qwen3.5 with its successors.
 
-Mistral's tower is in towers/pixtral.py.
+Mistral's tower is in towers/pixtral.py, Gemma's in towers/gemma4.py.
 
     config.json   {"model_type": "qwen3_vl", "image_token_id": …, "text_config": {…}, "vision_config": {"depth": 27, …}}
 
@@ -9,7 +9,7 @@ transformers reads them in models/qwen3_vl and models/qwen3_5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import isqrt
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +18,7 @@ from pdserve.errors import shown
 from pdserve.model.config_fields import REMEDY, ConfigFields
 from pdserve.model.from_transformers.library_configs import library_defaults
 from pdserve.model.text_part import text_kind
+from pdserve.model.towers.gemma4 import GEMMA4, UNIFIED, Gemma4Embedder, Gemma4Vision, read_gemma4
 from pdserve.model.towers.pixtral import MISTRAL3, PixtralVision, read_pixtral
 from pdserve.model.towers.vision_config import (
     ACTIVATIONS,
@@ -56,7 +57,7 @@ class QwenVision(VisionConfig, frozen=True, kw_only=True, tag="qwen"):
         return self.merge_size**2 * patch + (1 + len(self.deepstack)) * merger
 
 
-AnyVision = QwenVision | PixtralVision
+AnyVision = QwenVision | PixtralVision | Gemma4Vision | Gemma4Embedder
 
 
 class _Kind(NamedTuple):
@@ -73,6 +74,11 @@ _KINDS: Mapping[str, _Kind] = {
     "qwen3_5": _Kind(None, (11, 11, 10), 248056),
     "qwen3_5_moe": _Kind(None, (11, 11, 10), 248056),
 }
+_READERS: Mapping[str, Callable[[ConfigFields, ConfigFields], AnyVision]] = {
+    GEMMA4: read_gemma4,
+    MISTRAL3: read_pixtral,
+    UNIFIED: read_gemma4,
+}
 _MOST_SECTIONS = 4096
 
 
@@ -83,12 +89,19 @@ def read_vision(fields: ConfigFields) -> AnyVision | None:
     """
     model_type = str(fields.get("model_type"))
     kind = _KINDS.get(model_type)
-    has_tower = kind is not None or model_type == MISTRAL3
-    if not has_tower or not isinstance(fields.get("vision_config"), dict) or not fields.get("text_config"):
+    read = _READERS.get(model_type)
+    if (
+        (kind is None and read is None)
+        or not isinstance(fields.get("vision_config"), dict)
+        or not fields.get("text_config")
+    ):
         return None
     text = fields.part("text_config")
     text.defaults = library_defaults(text_kind(fields.values))
-    return read_pixtral(fields, text) if kind is None else _read_qwen(fields, text, kind)
+    if read is not None:
+        return read(fields, text)
+    assert kind is not None
+    return _read_qwen(fields, text, kind)
 
 
 def _read_qwen(fields: ConfigFields, text: ConfigFields, kind: _Kind) -> QwenVision:

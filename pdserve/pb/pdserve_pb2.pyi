@@ -47,6 +47,37 @@ class DescribeRequest(_message.Message):
 Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
 @_typing.final
+class NamedAdapter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """in the API; empty: only requests that began before the name's last reload use it"""
+    digest: _builtins.str
+    """of its content: 64 hexadecimal digits"""
+    rank: _builtins.int
+    root: _builtins.str
+    """directory or hub id"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        root: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank", "root", b"root"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedAdapter: _TypeAlias = NamedAdapter  # noqa: Y015
+
+@_typing.final
 class KVLayout(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -140,7 +171,9 @@ class NodeDescription(_message.Message):
     LEASES_CACHE_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     CONTINUED_IMAGES_FIELD_NUMBER: _builtins.int
+    IMAGE_COST_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     epoch: _builtins.str
     """random id, drawn at each start, wake-up and change of the weights"""
@@ -189,8 +222,16 @@ class NodeDescription(_message.Message):
         """absent: the node encodes no images"""
 
     @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedAdapter]:
+        """LoRA adapters that requests may use"""
+
+    @_builtins.property
     def continued_images(self) -> Global___ImageInput:
         """of a node that only continues prompts with images, which a peer has computed"""
+
+    @_builtins.property
+    def image_cost(self) -> Global___ImageCost:
+        """beside ``images``"""
 
     def __init__(
         self,
@@ -217,11 +258,13 @@ class NodeDescription(_message.Message):
         leases_cache: _builtins.bool = ...,
         protocol: _builtins.int = ...,
         images: Global___ImageInput | None = ...,
+        adapters: _abc.Iterable[Global___NamedAdapter] | None = ...,
         continued_images: Global___ImageInput | None = ...,
+        image_cost: Global___ImageCost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continued_images", b"continued_images", "image_cost", b"image_cost", "images", b"images", "kv_layout", b"kv_layout", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache_sample_bits", b"cache_sample_bits", "compat_hash", b"compat_hash", "connected_peers", b"connected_peers", "continued_images", b"continued_images", "epoch", b"epoch", "hands_off_all", b"hands_off_all", "image_cost", b"image_cost", "images", b"images", "kv_layout", b"kv_layout", "leases_cache", b"leases_cache", "max_model_len", b"max_model_len", "model", b"model", "node_id", b"node_id", "pooling", b"pooling", "protocol", b"protocol", "role", b"role", "runner", b"runner", "runner_reasons", b"runner_reasons", "stalled", b"stalled", "state", b"state", "task", b"task", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,6 +285,9 @@ class ImageInput(_message.Message):
     MAX_SIDE_FIELD_NUMBER: _builtins.int
     ROW_END_FIELD_NUMBER: _builtins.int
     IMAGE_END_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    FILLS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """placeholder of each token of an image"""
     patch_size: _builtins.int
@@ -259,6 +305,12 @@ class ImageInput(_message.Message):
     """token of text that ends each row but the last; 0: rows have none"""
     image_end: _builtins.int
     """token of text that ends the last row, if rows have such tokens"""
+    before: _builtins.int
+    """token of text before each image, outside its span; 0: none"""
+    behind: _builtins.int
+    """token of text behind each image, outside its span; 0: none"""
+    fills: _builtins.bool
+    """images are resized to max_pixels, and their sides rounded down to tokens"""
     def __init__(
         self,
         *,
@@ -271,14 +323,41 @@ class ImageInput(_message.Message):
         max_side: _builtins.int = ...,
         row_end: _builtins.int = ...,
         image_end: _builtins.int = ...,
+        before: _builtins.int = ...,
+        behind: _builtins.int = ...,
+        fills: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "image_end", b"image_end", "max_pixels", b"max_pixels", "max_side", b"max_side", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "row_end", b"row_end", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "behind", b"behind", "fills", b"fills", "fingerprint", b"fingerprint", "image_end", b"image_end", "max_pixels", b"max_pixels", "max_side", b"max_side", "merge_size", b"merge_size", "min_pixels", b"min_pixels", "patch_size", b"patch_size", "row_end", b"row_end", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImageInput: _TypeAlias = ImageInput  # noqa: Y015
+
+@_typing.final
+class ImageCost(_message.Message):
+    """The work of encoding an image of n tokens, in tokens of a prompt: n × (base + slope × n)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    SLOPE_FIELD_NUMBER: _builtins.int
+    base: _builtins.float
+    slope: _builtins.float
+    def __init__(
+        self,
+        *,
+        base: _builtins.float = ...,
+        slope: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "slope", b"slope"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ImageCost: _TypeAlias = ImageCost  # noqa: Y015
 
 @_typing.final
 class Pooling(_message.Message):
@@ -338,6 +417,7 @@ class NodeReport(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """1, 2, … on each stream"""
     @_builtins.property
@@ -348,6 +428,10 @@ class NodeReport(_message.Message):
     def load(self) -> Global___NodeLoad: ...
     @_builtins.property
     def cache(self) -> Global___CacheChange: ...
+    @_builtins.property
+    def images(self) -> Global___CacheChange:
+        """likewise the images whose embeddings are cached, by the first 8 bytes of ImageSpan.digest"""
+
     def __init__(
         self,
         *,
@@ -355,10 +439,11 @@ class NodeReport(_message.Message):
         description: Global___NodeDescription | None = ...,
         load: Global___NodeLoad | None = ...,
         cache: Global___CacheChange | None = ...,
+        images: Global___CacheChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "images", b"images", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "images", b"images", "load", b"load", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1217,6 +1302,8 @@ class Failure(_message.Message):
         """the same of the request's P, reported by D"""
         NEEDS_IMAGES: Failure._Code.ValueType  # 9
         """the node has to compute an image whose pixels it lacks: put them, and send the request again"""
+        ADAPTER_MISSING: Failure._Code.ValueType  # 10
+        """the node does not have the request's adapter; the request continues on another node"""
 
     class Code(_Code, metaclass=_CodeEnumTypeWrapper): ...
     UNSPECIFIED: Failure.Code.ValueType  # 0
@@ -1234,6 +1321,8 @@ class Failure(_message.Message):
     """the same of the request's P, reported by D"""
     NEEDS_IMAGES: Failure.Code.ValueType  # 9
     """the node has to compute an image whose pixels it lacks: put them, and send the request again"""
+    ADAPTER_MISSING: Failure.Code.ValueType  # 10
+    """the node does not have the request's adapter; the request continues on another node"""
 
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -2111,6 +2200,52 @@ class Released(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Released: _TypeAlias = Released  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    directory: _builtins.str
+    """on the node's hosts; below the directory of --allow-weight-changes, or relative to it"""
+    replace: _builtins.bool
+    """the name may be in use: new requests get the new adapter"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        directory: _builtins.str = ...,
+        replace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "name", b"name", "replace", b"replace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class ReloadRequest(_message.Message):

@@ -784,6 +784,126 @@ class WeightChanges:
             _registered_method=True)
 
 
+class AdapterChangesStub:
+    """LoRA adapters of a running node. Needs --allow-weight-changes and --max-loras of the node. Running requests go on.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Load = channel.unary_unary(
+                '/pdserve.v1.AdapterChanges/Load',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.NamedAdapter.FromString,
+                _registered_method=True)
+        self.Unload = channel.unary_unary(
+                '/pdserve.v1.AdapterChanges/Unload',
+                request_serializer=pdserve_dot_pb_dot_pdserve__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pdserve_dot_pb_dot_pdserve__pb2.NamedAdapter.FromString,
+                _registered_method=True)
+
+
+class AdapterChangesServicer:
+    """LoRA adapters of a running node. Needs --allow-weight-changes and --max-loras of the node. Running requests go on.
+    """
+
+    def Load(self, request, context):
+        """Load an adapter to all ranks, and serve it under a name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unload(self, request, context):
+        """Refuse new requests of a name. The memory is freed after the running ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdapterChangesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.NamedAdapter.SerializeToString,
+            ),
+            'Unload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unload,
+                    request_deserializer=pdserve_dot_pb_dot_pdserve__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pdserve_dot_pb_dot_pdserve__pb2.NamedAdapter.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pdserve.v1.AdapterChanges', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pdserve.v1.AdapterChanges', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdapterChanges:
+    """LoRA adapters of a running node. Needs --allow-weight-changes and --max-loras of the node. Running requests go on.
+    """
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.AdapterChanges/Load',
+            pdserve_dot_pb_dot_pdserve__pb2.LoadAdapterRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.NamedAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.AdapterChanges/Unload',
+            pdserve_dot_pb_dot_pdserve__pb2.UnloadAdapterRequest.SerializeToString,
+            pdserve_dot_pb_dot_pdserve__pb2.NamedAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class WeightsStub:
     """------------------------------------------------------------------ node → node that starts
 

@@ -365,6 +365,49 @@ class WeightChangesServicer(metaclass=_abc_1.ABCMeta):
 
 def add_WeightChangesServicer_to_server(servicer: WeightChangesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class AdapterChangesStub:
+    """LoRA adapters of a running node. Needs --allow-weight-changes and --max-loras of the node. Running requests go on."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> AdapterChangesAsyncStub: ...
+    Load: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.LoadAdapterRequest, _pdserve_pb2.NamedAdapter]
+    """Load an adapter to all ranks, and serve it under a name."""
+    Unload: _grpc.UnaryUnaryMultiCallable[_pdserve_pb2.UnloadAdapterRequest, _pdserve_pb2.NamedAdapter]
+    """Refuse new requests of a name. The memory is freed after the running ones."""
+
+@_typing.type_check_only
+class AdapterChangesAsyncStub(AdapterChangesStub):
+    """LoRA adapters of a running node. Needs --allow-weight-changes and --max-loras of the node. Running requests go on."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Load: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.LoadAdapterRequest, _pdserve_pb2.NamedAdapter]  # type: ignore[assignment]
+    """Load an adapter to all ranks, and serve it under a name."""
+    Unload: _aio.UnaryUnaryMultiCallable[_pdserve_pb2.UnloadAdapterRequest, _pdserve_pb2.NamedAdapter]  # type: ignore[assignment]
+    """Refuse new requests of a name. The memory is freed after the running ones."""
+
+class AdapterChangesServicer(metaclass=_abc_1.ABCMeta):
+    """LoRA adapters of a running node. Needs --allow-weight-changes and --max-loras of the node. Running requests go on."""
+
+    @_abc_1.abstractmethod
+    def Load(
+        self,
+        request: _pdserve_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.NamedAdapter, _abc.Awaitable[_pdserve_pb2.NamedAdapter]]:
+        """Load an adapter to all ranks, and serve it under a name."""
+
+    @_abc_1.abstractmethod
+    def Unload(
+        self,
+        request: _pdserve_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_pdserve_pb2.NamedAdapter, _abc.Awaitable[_pdserve_pb2.NamedAdapter]]:
+        """Refuse new requests of a name. The memory is freed after the running ones."""
+
+def add_AdapterChangesServicer_to_server(servicer: AdapterChangesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class WeightsStub:
     """------------------------------------------------------------------ node → node that starts
 

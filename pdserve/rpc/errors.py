@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import grpc
 
 from pdserve.errors import (
+    AdapterMissing,
     CapacityError,
     ConfigError,
     DeadlineExceeded,
@@ -30,6 +31,7 @@ _MAX_MESSAGE = 4000  # characters in the status of a call, whose metadata gRPC l
 _CODES: tuple[tuple[type[PdserveError], grpc.StatusCode, pb.Failure.Code.ValueType], ...] = (
     (RequestError, grpc.StatusCode.INVALID_ARGUMENT, pb.Failure.INVALID),
     (Draining, grpc.StatusCode.RESOURCE_EXHAUSTED, pb.Failure.DRAINING),
+    (AdapterMissing, grpc.StatusCode.RESOURCE_EXHAUSTED, pb.Failure.ADAPTER_MISSING),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED, pb.Failure.OVERLOADED),
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED, pb.Failure.NODE_FAILED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, pb.Failure.DEADLINE),
@@ -54,6 +56,7 @@ _ERROR_OF_FAILURE: dict[int, type[PdserveError]] = {
     pb.Failure.CRASHED: EngineCrashed,
     pb.Failure.PREFILL_CRASHED: PrefillCrashed,
     pb.Failure.NEEDS_IMAGES: ImagesMissing,
+    pb.Failure.ADAPTER_MISSING: AdapterMissing,
 }
 
 

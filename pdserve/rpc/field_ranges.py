@@ -72,11 +72,12 @@ RANGES: Mapping[str, Fields] = {
     },
     "Pooling": {"size": Range(1, 2**24)},
     "ImageInput": {
-        **_each(ANY, "token_id row_end image_end"),
+        **_each(ANY, "token_id row_end image_end before behind"),
         "max_side": Range(0, 1 << 16),
         **_each(Range(1, 1024), "patch_size merge_size"),
         **_each(_PIXELS, "min_pixels max_pixels"),
     },
+    "ImageCost": _each(Range(0, 1e9), "base slope"),
     "ImageSpan": {"start": ANY, **_each(_GRID, "rows columns")},
     "ImageHeader": _each(_PIXELS, "height width"),
     "WatchRequest": {"pause_ms": ANY},

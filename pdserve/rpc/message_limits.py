@@ -16,6 +16,7 @@ BATCH_LIMIT = 1 << 20  # bytes of the entries in a message of a stream; a single
 ENTRY_BYTES = 64  # most bytes of an entry without its long fields; each entry counts as so many
 MAX_ENTRIES = BATCH_LIMIT // ENTRY_BYTES  # entries in a message of a stream
 MAX_REPORTED_BLOCKS = 65_536  # cached blocks of a node that are reported, on average over hashes
+MAX_REPORTED_IMAGES = 16_384  # images of a node that are reported, the newest ones
 RESUME_LIMIT = 128 << 10  # bytes of several resumed choices in a message
 _OTHER_FIELDS = 512 << 10  # bytes: a grammar (128 KiB), RESUME_LIMIT, biases, stop ids, trace context
 

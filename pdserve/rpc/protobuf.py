@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from pdserve.errors import ConfigError, RequestError
-from pdserve.images import ImageInput, Images, ImageSpan
+from pdserve.images import EncodingCost, ImageInput, Images, ImageSpan
 from pdserve.kv.groups import KVCacheGroups, KVHeads
 from pdserve.kv.layout import KV_CACHE_SPECS, KVLayout, KVRegion, KVShare
 from pdserve.kv.states import (
@@ -77,6 +77,10 @@ def image_input_to_pb(images: ImageInput) -> pb.ImageInput:
 
 def image_input_from_pb(message: pb.ImageInput) -> ImageInput:
     return ImageInput(**{name: getattr(message, name) for name in ImageInput.__struct_fields__})
+
+
+def image_cost_from_pb(message: pb.ImageCost) -> EncodingCost:
+    return EncodingCost(message.base, message.slope)
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.SamplingParams:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from pdserve.adapters.adapter import NO_ADAPTER
 from router.dialect.operation import Operation
 from router.dialect.responses import Response
 from router.errors import OPENAI_ERRORS, ErrorFormat
@@ -68,6 +70,13 @@ class Prepared(msgspec.Struct, frozen=True):
     continues_prompt: bool  # the output continues the prompt's text; a chat message begins a new text
     visible_special_tokens: tuple[str, ...] | None  # special tokens that become text; None: all
     parsing: OutputParsing | None  # parser of reasoning and tool calls; None: plain text
+
+    def with_adapter(self, digest: str) -> Prepared:
+        """Return the same prompts for an adapter of the model."""
+        if digest == NO_ADAPTER:
+            return self
+        jobs = [replace(job, sampling=replace(job.sampling, adapter=digest)) for job in self.jobs]
+        return replace(self, jobs=jobs)
 
     @property
     def new_reader(self) -> Callable[[], Reasoned] | None:

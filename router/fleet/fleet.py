@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
-from pdserve.errors import Overloaded, RequestError, shown
+from pdserve.adapters.adapter import NamedAdapter, is_digest
+from pdserve.errors import AdapterMissing, Overloaded, RequestError, shown
 from pdserve.images import ImageInput
 from pdserve.pb import pdserve_pb2 as pb
 from pdserve.records import TOKEN_BYTES
 from pdserve.request_cost import TYPICAL, StepCosts, worth_handoff
 from pdserve.tracing.spans import Attributes, Value
+from router.fleet.image_index import NO_IMAGES, HeldImages, PromptImages
 from router.fleet.image_nodes import ImageNodes
 from router.fleet.node_client import NodeClient
 from router.fleet.nodes import Nodes
@@ -44,6 +48,7 @@ from router.metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 _INLINE_TOKENS = 16_384  # longer prompts are hashed on a thread; a millisecond of hashing
+_MOST_ADAPTERS = 4096  # adapters per node
 _TYPICAL_SECONDS = 1.0  # between computations of the mean costs
 
 _ENDPOINTS = {
@@ -214,6 +219,8 @@ class Fleet:
         views = self._nodes.views()
         typical = self._typical_costs(views)
         views = _taking(prefix.num_tokens + message.sampling.max_tokens, views)
+        if message.sampling.adapter:
+            views = self._with_adapter(message.sampling.adapter, views)
         if accepts is not None:
             views = tuple(view for view in views if view.role == "prefill" or accepts(view))
         worth = worth_handoff(prefix.num_tokens, message.sampling.prompt_logprobs)
@@ -224,7 +231,7 @@ class Fleet:
         if hands_off:
             request = self._policy_request(prefix)
         else:
-            request = PolicyRequest(prefix.num_tokens, may_hand_off=False)
+            request = PolicyRequest(prefix.num_tokens, may_hand_off=False, images=self._prompt_images(prefix))
         if hint is not NO_HINT:
             fields = {"prefills": self._named_prefills(hint.prefill), "ttft": hint.ttft, "tpot": hint.tpot}
             request = msgspec.structs.replace(request, **fields)
@@ -257,6 +264,8 @@ class Fleet:
         source = views.get(to.prefill or "")
         if target is None or source is None or not (target.ready and source.ready and target.reads_from(source)):
             raise Overloaded(f"node {to.decode} cannot read from {to.prefill} now")
+        if message.sampling.adapter not in target.adapters:
+            raise Overloaded(f"node {to.decode} does not have the adapter of the request")
         if target.max_model_len < len(message.token_ids) // TOKEN_BYTES + message.sampling.max_tokens:
             raise Overloaded(f"node {to.decode} takes no request of this length")
         decode = self._nodes.find("decode", target.node_id)
@@ -266,6 +275,19 @@ class Fleet:
         number = decode.stream.generate(message, handler)
         decode.add_request(0, num_tokens)
         return NodeCall(target, decode.stream, number, decode, None, _placed(message, to.decode))
+
+    def _with_adapter(self, digest: str, views: Sequence[NodeView]) -> tuple[NodeView, ...]:
+        """Return the nodes that have an adapter. Raises AdapterMissing if none that decodes is ready."""
+        having = tuple(view for view in views if digest in view.adapters)
+        if not any(view.decodes and view.ready and view.model == self._model for view in having):
+            text = f"no ready decode node has adapter {digest[:12]}… of model {self._model!r}"
+            raise AdapterMissing(f"{text}; try again shortly, or load it again")
+        return having
+
+    @property
+    def adapters(self) -> Mapping[str, NamedAdapter]:
+        """Adapters by name, as the model's nodes describe them. During a reload, most nodes decide on the digest."""
+        return self._current_members().adapters
 
     def movable(self, node_id: str) -> list[OutputHandler]:
         """Return this router's requests that may leave a node, those with the least KV first."""
@@ -277,10 +299,12 @@ class Fleet:
     ) -> None:
         """Add the request to the load of its nodes and to the metrics."""
         cached = max(request.cached.get(placement.prefill or placement.decode, 0), placement.source_tokens)
-        uncached = max(1, request.num_tokens - cached)
-        decode.add_request(0 if prefill else uncached, request.num_tokens)
+        computing = (prefill or decode).view()
+        assert computing is not None, "it was chosen by its view"
+        computed = request.to_compute(computing, placement.source_tokens)
+        decode.add_request(0 if prefill else computed, request.num_tokens)
         if prefill is not None:
-            prefill.add_request(uncached, request.num_tokens, for_peer=True)
+            prefill.add_request(computed, request.num_tokens, for_peer=True)
         self._metrics.placements.labels(self._policy, "local" if prefill is None else "remote").inc()
         self._metrics.expected_cached_tokens.inc(cached)
 
@@ -293,7 +317,13 @@ class Fleet:
             most = (prefix.num_tokens - 1) // block_size  # the last token is always computed
             matches = self._nodes.prefixes.match(prefix.hashes(block_size)[:most], nodes)
             cached.update((nodes[blocks], count * block_size) for blocks, count in matches.items())
-        return PolicyRequest(prefix.num_tokens, cached)
+        return PolicyRequest(prefix.num_tokens, cached, images=self._prompt_images(prefix))
+
+    def _prompt_images(self, prefix: PromptPrefix) -> PromptImages:
+        """Look the images of a prompt up on the nodes that encode images, if the policy reads that."""
+        if self._policy not in PREFIX_POLICIES or not prefix.images:
+            return NO_IMAGES
+        return PromptImages.of_nodes(prefix.images, self._current_members().held_images())
 
     def _named_prefills(self, addresses: Sequence[str]) -> frozenset[str] | None:
         """Return the ids of listed P at these addresses, or alone on these hosts. Raises RequestError if none is known.
@@ -376,10 +406,12 @@ class _Members:
         ready: dict[str, list[pb.NodeDescription]] = {}  # nodes that take requests, by task
         self.image_inputs: dict[str, ImageInput] = {}  # ready nodes that encode images, by id
         self.continued_inputs: dict[str, ImageInput] = {}  # ready nodes that need a peer for that
+        descriptions = list[pb.NodeDescription]()
         for node in nodes.values():
             description = node.description
             if description is None or description.model != model:
                 continue
+            descriptions.append(description)
             block_size = description.kv_layout.block_size
             if node.cached is not None and block_size:
                 self.cached.setdefault(block_size, {})[node.cached] = description.node_id
@@ -391,6 +423,24 @@ class _Members:
             if view is not None and view.ready and view.continued_images is not None:
                 self.continued_inputs[view.node_id] = view.continued_images
         self.limits = {task: _limits(task, nodes) for task, nodes in ready.items()}
+        self.adapters = _named_adapters(descriptions)
+
+    def held_images(self) -> list[tuple[str, HeldImages]]:
+        """Return the images that nodes report, by node id."""
+        ids = ((node.description.node_id, node.held_images) for node in self.nodes.values() if node.description)
+        return [(node_id, held) for node_id, held in ids if held and node_id in self.image_inputs]
+
+
+def _named_adapters(nodes: Sequence[pb.NodeDescription]) -> dict[str, NamedAdapter]:
+    """Return the adapters by name. Nodes that decode choose between digests of one name, the most frequent first."""
+    counts = Counter[NamedAdapter]()
+    for node in nodes:
+        for adapter in islice(node.adapters, _MOST_ADAPTERS):
+            if adapter.name and is_digest(adapter.digest):
+                named = NamedAdapter(adapter.name, adapter.digest, adapter.rank, adapter.root)
+                counts[named] += 2 if node.role != "prefill" and node.state == "ready" else 1
+    by_rarity = sorted(counts, key=lambda named: (counts[named], named.digest))
+    return {named.name: named for named in by_rarity}
 
 
 def _taking(length: int, views: Sequence[NodeView]) -> tuple[NodeView, ...]:

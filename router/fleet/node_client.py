@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import msgspec
 
+from pdserve.adapters.adapter import NO_ADAPTER
 from pdserve.config.compatibility import PROTOCOL_VERSION, describe_protocol
 from pdserve.errors import PeerError
 from pdserve.hashing import unpack_block_hashes
@@ -20,8 +21,9 @@ from pdserve.rpc.channel import Dialer
 from pdserve.rpc.errors import error_from_rpc, rpc_reason
 from pdserve.rpc.field_ranges import check_answer
 from pdserve.rpc.message_limits import MAX_REPORTED_BLOCKS, request_limit
-from pdserve.rpc.protobuf import image_input_from_pb, step_costs_from_pb
+from pdserve.rpc.protobuf import image_cost_from_pb, image_input_from_pb, step_costs_from_pb
 from pdserve.rpc.tls import PeerTls
+from router.fleet.image_index import HeldImages, ImageCosts
 from router.fleet.policy import BOTH, GENERATE, NodeView
 from router.fleet.prefix_index import CachedBlocks, PrefixIndex
 from router.fleet.serve_stream import NodeLost, ServeStream
@@ -42,7 +44,7 @@ IMAGES_AT_ONCE = 3  # images on their way to a node: their pieces keep the event
 
 
 class IndexMismatch(Exception):
-    """This router's index does not have the blocks that the node has cached."""
+    """This router's index does not have the blocks, or images, that the node has cached."""
 
 
 PoolCall = grpc.aio.UnaryUnaryCall[pb.PoolRequest, pb.PoolReply]
@@ -71,6 +73,7 @@ class NodeClient:
         self.description: pb.NodeDescription | None = None
         self.stream: ServeStream | None = None
         self.cached: CachedBlocks | None = None  # set while there is a description
+        self.held_images = HeldImages()
         self.in_flight = 0  # requests of this router; prompts for peers only until their first token
         self.fault = ""  # reason why the latest report was refused; empty if it was accepted
         self.image_slots = asyncio.Semaphore(IMAGES_AT_ONCE)  # held while an image is sent to the node
@@ -82,6 +85,7 @@ class NodeClient:
         self._load = pb.NodeLoad()
         self._unreported = UnreportedRequests()
         self._view: NodeView | None = None  # None: to be computed
+        self._adapters = frozenset((NO_ADAPTER,))  # digests
         self._peers: frozenset[str] = frozenset()  # node ids; replaced by a new set when they change
         self._pause = PAUSE  # seconds between reports of the present stream
         self._reported_at = 0.0
@@ -115,6 +119,7 @@ class NodeClient:
             return self._view
         costs = step_costs_from_pb(self._load.throughput)
         age = asyncio.get_running_loop().time() - self._read_changed_at
+        images = image_input_from_pb(node.images) if node.HasField("images") else None
         self._view = NodeView(
             node_id=node.node_id,
             role=self.role,
@@ -132,7 +137,9 @@ class NodeClient:
             load=self._current_load(node.kv_layout),
             costs=msgspec.structs.replace(costs, read=costs.read.aged(age)),
             task=node.task or GENERATE,
-            images=image_input_from_pb(node.images) if node.HasField("images") else None,
+            images=images,
+            image_costs=None if images is None else ImageCosts(images, image_cost_from_pb(node.image_cost)),
+            adapters=self._adapters,
             continued_images=image_input_from_pb(node.continued_images) if node.HasField("continued_images") else None,
         )
         return self._view
@@ -299,6 +306,8 @@ class NodeClient:
             raise PeerError(f"it reports {len(self.cached)} cached blocks, the limit is {_MAX_CACHED}")
         if report.cache.HasField("digest") and report.cache.digest != self.cached.digest:
             raise IndexMismatch
+        if not self.held_images.change(report.images):
+            raise IndexMismatch
         assert self.description is not None, "the first report has a description"
         if self._usable and self._decodes and self.stream is None:
             node = self.description
@@ -336,6 +345,7 @@ class NodeClient:
         if self.stream is not None:
             self.stream.epoch = described.epoch
         self._peers = frozenset(described.connected_peers)
+        self._adapters = frozenset((NO_ADAPTER, *(adapter.digest for adapter in described.adapters)))
         if self._usable and (before is None or before.state != "ready"):
             logger.info("%s node %s at %s is ready", self.role, described.node_id, self.address)
 
@@ -357,12 +367,14 @@ class NodeClient:
         if self.cached is not None:
             self._prefixes.close(self.cached)
             self.cached = None
+        self.held_images = HeldImages()
 
     def _rebuild_index(self) -> None:
         """Forget the node's cached blocks: the first report of the next stream has all of them. Its requests go on."""
         assert self.cached is not None
         logger.warning("the prefix index of %s is not what the node has cached: it is built again", self.address)
         self.cached = self._prefixes.rebuild(self.cached)
+        self.held_images = HeldImages()
         self._on_change()
 
     def _on_stream_change(self) -> None:

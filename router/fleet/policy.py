@@ -12,10 +12,12 @@ from typing import NamedTuple
 import msgspec
 
 from pdserve import request_cost as cost
+from pdserve.adapters.adapter import NO_ADAPTER
 from pdserve.config.compatibility import PROTOCOL_VERSION
 from pdserve.errors import Overloaded
 from pdserve.images import ImageInput
 from pdserve.request_cost import LinearCost, OutOfRange, PromptTimes, RequestLoad, StepCosts
+from router.fleet.image_index import NO_IMAGES, ImageCosts, PromptImages
 
 _MOST_SOURCES = 4  # peers that are considered for a pull
 _MOST_OPTIONS = 6  # options listed in a trace
@@ -52,6 +54,8 @@ class NodeView(msgspec.Struct, frozen=True):
     max_model_len: float = math.inf  # tokens of the longest request that it takes
     images: ImageInput | None = None  # images that it encodes; None: it encodes none
     continued_images: ImageInput | None = None  # images of prompts that it continues, but does not encode
+    image_costs: ImageCosts | None = None  # beside ``images``
+    adapters: frozenset[str] = frozenset((NO_ADAPTER,))  # digests of the adapters that its requests may use
 
     @property
     def decodes(self) -> bool:
@@ -121,10 +125,20 @@ class PolicyRequest(msgspec.Struct, frozen=True):
     prefills: frozenset[str] | None = None
     ttft: float = math.inf
     tpot: float = math.inf
+    images: PromptImages = NO_IMAGES
 
     def uncached(self, node_id: str) -> int:
         """Prompt tokens to compute on a node; at least one."""
         return max(1, self.num_tokens - self.cached.get(node_id, 0))
+
+    def encoding(self, node: NodeView, begin: int, end: int | None = None) -> int:
+        """Work of encoding images if a node computes the tokens ``begin`` … ``end`` - 1, as prompt tokens."""
+        return self.images.work(node.node_id, node.image_costs, begin, self.num_tokens if end is None else end)
+
+    def to_compute(self, node: NodeView, pulled: int = 0) -> int:
+        """Prompt tokens that a node computes, with the work of encoding. It pulls the first ``pulled`` ones."""
+        computed = min(max(self.cached.get(node.node_id, 0), pulled), self.num_tokens - 1)
+        return self.num_tokens - computed + self.encoding(node, computed)
 
 
 class Option(NamedTuple):
@@ -414,7 +428,8 @@ def _with_pull(
     ``times`` has the cost by uncached tokens. A pull counts more than its time, so it is chosen where it wins clearly.
     """
     uncached = request.uncached(reader.node_id)
-    best = computed = times(uncached)
+    own = request.num_tokens - uncached  # cached tokens
+    best = computed = times(request.to_compute(reader))
     chosen = None
     if not sources:
         return best, None, 0.0
@@ -423,13 +438,14 @@ def _with_pull(
     pace = cost.prompt_pace(load, costs, load.backlog, load.decoding)
     split_block = load.block_size if load.windows == (None,) else 0
     for source in sources:
-        cached = source.num_tokens - (request.num_tokens - uncached)
+        cached = source.num_tokens - own
         if cached <= 0 or not reader.reads_from(source.node):
             continue
         plan = cost.plan_pull(costs, cached, wait=source.wait, pace=pace, split_block=split_block)
         if plan is None:
             continue
-        rest = times(uncached - plan.loaded)
+        encoding = request.encoding(reader, own, own + plan.computed) + request.encoding(reader, source.num_tokens)
+        rest = times(uncached - plan.loaded + encoding)
         pull = plan.seconds / cost.CLEAR_WIN - (plan.seconds if plan.computed else 0.0)  # a split is in ``rest``
         source_times = PromptTimes(rest.first_token + pull, rest.delays)
         if source_times.cost < best.cost:

@@ -8,6 +8,7 @@ max_concurrent = 16           # requests
 best_priority = 0             # lower priorities in requests count as this one
 tenant = "acme"               # keys of one tenant share cached prefixes; default: the name
 # share = true                # in place of tenant: share cached prefixes with all such keys
+# admin = true                # may load and unload LoRA adapters
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Client(Limits, frozen=True):
 
     name: str = ""
     tenant: str = ""
+    admin: bool = False
 
     @property
     def owner(self) -> str:
@@ -81,6 +83,7 @@ class _Entry(Limits, frozen=True, kw_only=True):
     sha256: str | list[str]
     tenant: str | None = None
     share: bool = False
+    admin: bool = False
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,7 +141,7 @@ def _client(name: str, entry: _Entry, field: str) -> Client:
             raise ConfigError(f"{field} has both tenant and share; a shared cache belongs to no tenant: remove one")
         _check_name(entry.tenant, f"{field}.tenant")
     limits = {limit: getattr(entry, limit) for limit in Limits.__struct_fields__}
-    return Client(name=name, tenant="" if entry.share else entry.tenant or name, **limits)
+    return Client(name=name, tenant="" if entry.share else entry.tenant or name, admin=entry.admin, **limits)
 
 
 def _check_name(text: str, field: str) -> None:

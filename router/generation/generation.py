@@ -58,7 +58,7 @@ class RequestGeneration:
         self.nodes = ("", "")  # ids of P and D of the first token; no P: D has computed the prompt
         self.runs = [PromptRun(self, job, index * job.sampling.n, tokenizer) for index, job in enumerate(jobs)]
         self.paused = False
-        self.weights = AnswerWeights(consumer.on_weights)
+        self.weights = AnswerWeights(consumer.on_weights, jobs[0].sampling.adapter)
         self._unfinished = len(self.runs)
         self._ended = False
 
@@ -127,7 +127,8 @@ class PromptRun:
         self._stopped_early = False  # a stop string ended a choice, unknown to the node
         self._accounted = False
         options = generation.options
-        self.prefix = PromptPrefix(job.prompt.token_ids, root_hash(options.cache_salt), job.prompt.images)
+        root = root_hash(options.cache_salt, job.sampling.adapter)
+        self.prefix = PromptPrefix(job.prompt.token_ids, root, job.prompt.images)
         context = unpack_tokens(job.prompt.last(_CONTEXT_TOKENS)) if options.continues_prompt else ()
         self.choices = [
             Choice(
@@ -249,7 +250,9 @@ class PromptRun:
             self._migration.leave_stalled(self._leave(), num_tokens)
 
     def _has_decode_node(self, accepts: Accepts) -> bool:
-        return self._fleet.has_decode_node(self.job.length, self._generation.weights.accepting(accepts) or accepts)
+        accepts = self._generation.weights.accepting(accepts) or accepts
+        adapter = self.job.sampling.adapter
+        return self._fleet.has_decode_node(self.job.length, lambda node: adapter in node.adapters and accepts(node))
 
     def _leave(self) -> NodeView:
         """Cancel the present call; return its node."""

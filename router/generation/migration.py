@@ -28,6 +28,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from pdserve.errors import (
+    AdapterMissing,
     DeadlineExceeded,
     Draining,
     EngineCrashed,
@@ -108,6 +109,8 @@ class Migration:
         self.suspicion.end_trial()
         if isinstance(error, Draining):
             self._leave(call.node, num_tokens, error, "drained")
+        elif isinstance(error, AdapterMissing):
+            self._leave(call.node, num_tokens, error, "adapter")
         elif isinstance(error, ImagesMissing):
             self._on_images_missing(call.node, num_tokens, error)
         elif isinstance(error, NodeError) and self._options.migrations:

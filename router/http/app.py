@@ -26,6 +26,7 @@ from router.errors import ClientDisconnected
 from router.gate.keys import fairness_key
 from router.http.authentication import Authentication, KeyCheck, address_of, client_of
 from router.http.docs_page import DOCS_PATH, docs_page
+from router.http.endpoints.adapter_endpoints import add_adapter_routes
 from router.http.endpoints.body_reader import BodyReader
 from router.http.endpoints.generate_endpoint import GenerateEndpoint
 from router.http.endpoints.pooling_endpoint import PoolingEndpoint
@@ -132,6 +133,7 @@ def create_app(service: Service) -> ASGIApp:
     add_info_routes(app, service)
     add_token_routes(app, service, bodies)
     add_server_routes(app, service)
+    add_adapter_routes(app, service, bodies)
     _add_documents(app, all_operations([*generating, *pooling]))
     if service.dashboard is not None:
         add_dashboard(app, service.dashboard)

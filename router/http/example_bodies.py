@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.completions_api.request_bodies import ChatBody, CompletionBody
+from router.http.endpoints.adapter_endpoints import LoadAdapterBody, UnloadAdapterBody
 from router.http.endpoints.small_endpoints import DetokenizeBody, TokenizeBody
 from router.messages_api.request import CountTokensRequest, MessagesRequest
 from router.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
@@ -25,6 +26,8 @@ EXAMPLE_BODIES: dict[type, dict[str, Any]] = {
     EmbeddingBody: {"input": ["a river", "a bridge"]},
     ScoreBody: {"text_1": "capital of France", "text_2": ["Paris", "a river"]},
     RerankBody: {"query": "capital of France", "documents": ["Paris", "a river"]},
+    LoadAdapterBody: {"lora_name": "sql", "lora_path": "sql-v2"},
+    UnloadAdapterBody: {"lora_name": "sql"},
     TokenizeBody: {"prompt": "Three rivers are"},
     DetokenizeBody: {"tokens": [72, 101, 108]},
 }

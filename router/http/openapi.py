@@ -13,6 +13,7 @@ from router.completions_api.body_parsing import other_fields
 from router.completions_api.request_bodies import ChatBody, CompletionBody
 from router.dialect.dialect import Dialect
 from router.dialect.operation import ANY, WITH_BODY, Operation
+from router.http.endpoints.adapter_endpoints import LoadAdapterBody, UnloadAdapterBody
 from router.http.endpoints.server_info import ServerInfo, ServerLoad, TokenizerInfo, TokenizerInfoQuery
 from router.http.endpoints.small_endpoints import (
     DetokenizeBody,
@@ -98,6 +99,20 @@ _OTHERS = (
     ),
     Operation(method="get", path="/v1/models", summary="List models", response=ModelList),
     Operation(method="get", path="/v1/models/{id}", summary="Show a model", response=ModelCard, statuses=(*ANY, 404)),
+    Operation(
+        path="/v1/load_lora_adapter",
+        summary="Load a LoRA adapter on all nodes",
+        response=None,
+        statuses=(*WITH_BODY, 502, 503),
+        body=LoadAdapterBody,
+    ),
+    Operation(
+        path="/v1/unload_lora_adapter",
+        summary="Unload a LoRA adapter on all nodes",
+        response=None,
+        statuses=(*WITH_BODY, 502, 503),
+        body=UnloadAdapterBody,
+    ),
     Operation(
         path="/tokenize",
         summary="Tokenize a text or chat",

@@ -4,7 +4,7 @@
     token ids  … 3 [image] 4 8 9         one id per image
     expanded   … 3 [image] [image] [image] [image] [image] [image] 4 8 9        rows × columns ids, and an ImageSpan
 
-In models whose rows end with tokens of text, the expanded ids have these, too.
+In models whose rows end with tokens of text, the expanded ids have these, too; and those around each image, if any.
 
 Only a template writes placeholders: the text of a client that looks like one stays text (router/text/image_marks.py).
 """
@@ -50,10 +50,11 @@ def expand(token_ids: bytes, accepted: ImageInput, images: Sequence[Grid]) -> tu
         return token_ids, ()
     if places[-1] == len(ids) - 1:
         raise RequestError("the prompt ends with an image; let a text follow it, or set add_generation_prompt")
-    sizes = np.array([image.rows * image.columns for image in images])
+    has_before = bool(accepted.before)
+    sizes = np.array([image.rows * image.columns for image in images]) + has_before + bool(accepted.behind)
     counts = np.ones(len(ids), np.int64)
     counts[places] = sizes
-    starts = places + np.cumsum(sizes) - sizes - np.arange(len(images))
+    starts = places + np.cumsum(sizes) - sizes - np.arange(len(images)) + has_before
     spans = tuple(
         ImageSpan(start=int(start), rows=image.rows, columns=image.columns, digest=image.digest)
         for start, image in zip(starts, images, strict=True)
@@ -62,4 +63,8 @@ def expand(token_ids: bytes, accepted: ImageInput, images: Sequence[Grid]) -> tu
     if accepted.row_end:
         for span in spans:
             expanded[span.start : span.end] = ids_of_image(accepted, span.rows, span.columns)
+    if accepted.before:
+        expanded[starts - 1] = accepted.before
+    if accepted.behind:
+        expanded[[span.end for span in spans]] = accepted.behind
     return expanded.tobytes(), spans

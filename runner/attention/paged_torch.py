@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,9 +60,17 @@ class Chunk:
     tiles: tuple[_Tile, ...]
 
 
+class _Kind(NamedTuple):
+    """What the plan of a layer depends on."""
+
+    group: int
+    window: int | None
+    whole_images: bool
+
+
 @dataclass(frozen=True)
 class _WindowPlan:
-    """The work of all layers with the same sliding window (or none)."""
+    """The work of all layers of a kind."""
 
     decodes: tuple[_DecodeGroup, ...]
     chunks: tuple[Chunk, ...]
@@ -75,6 +84,7 @@ class _HostBatch:
     seq_lens: NDArray[np.int64]  # [num_seqs]
     page_table: NDArray[np.int32]  # [num_seqs, max_pages]
     num_tokens: int  # tokens of the device's batch, with padding
+    later: NDArray[np.int32] | None  # [num_tokens]: see LaterTokens; None: no token sees later ones
 
 
 class PagedTorchAttention(AttentionBackend):
@@ -106,27 +116,33 @@ class PagedTorchAttention(AttentionBackend):
         self._num_tokens = 0  # tokens of sequences, without padding
         self._stored: Tensor | None = None  # tokens that have a slot, None for all
         self._slots: list[Tensor] = []  # by group: [stored tokens * planes * num_kv_heads] int64
-        # Layers with the same pages and the same window share a plan.
-        self._kinds = [(group, spec.window) for group, spec in zip(cache.groups, config.attention, strict=True)]
-        self._plans: dict[tuple[int, int | None], _WindowPlan] = {}
+        # Layers with the same pages and the same mask share a plan.
+        self._kinds = [
+            _Kind(group, spec.window, spec.whole_images)
+            for group, spec in zip(cache.groups, config.attention, strict=True)
+        ]
+        self._plans: dict[_Kind, _WindowPlan] = {}
 
     def _plan(self, batch: AttentionBatch, graph: int) -> None:
         assert not graph, "plain torch gathers by shapes that differ from step to step"
         query_starts = batch.query_starts.astype(np.int64)
         seq_lens = batch.seq_lens.astype(np.int64)
         lengths = np.diff(query_starts)
+        later = None if batch.later is None else batch.later.counts
         hosts = [
-            _HostBatch(query_starts, seq_lens, group_batch.page_table.cpu().numpy(), group_batch.slots.shape[0])
+            _HostBatch(query_starts, seq_lens, group_batch.page_table.cpu().numpy(), group_batch.slots.shape[0], later)
             for group_batch in batch.by_group
         ]
         self._num_tokens = int(query_starts[-1])
         self._slots = [self._plan_stores(group_batch.slots.cpu().numpy()) for group_batch in batch.by_group]
         self._plans = {
-            (group, window): _WindowPlan(
-                decodes=tuple(self._plan_decodes(hosts[group], np.flatnonzero(lengths == 1), window)),
-                chunks=tuple(self._plan_chunk(hosts[group], int(row), window) for row in np.flatnonzero(lengths > 1)),
+            kind: _WindowPlan(
+                decodes=tuple(self._plan_decodes(hosts[kind.group], np.flatnonzero(lengths == 1), kind.window)),
+                chunks=tuple(
+                    self._plan_chunk(hosts[kind.group], int(row), kind) for row in np.flatnonzero(lengths > 1)
+                ),
             )
-            for group, window in set(self._kinds)
+            for kind in set(self._kinds)
         }
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
@@ -156,7 +172,7 @@ class PagedTorchAttention(AttentionBackend):
         else:
             rows = both.to(self._kv_dtype)
         rows = rows.reshape(-1, self._head_dim)
-        self._cache.token_rows[layer].index_copy_(0, self._slots[self._kinds[layer][0]], rows)
+        self._cache.token_rows[layer].index_copy_(0, self._slots[self._kinds[layer].group], rows)
 
     def attend(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         plan = self._plans[self._kinds[layer]]
@@ -214,7 +230,8 @@ class PagedTorchAttention(AttentionBackend):
 
     # ------------------------------------------------------------ several tokens of one sequence
 
-    def _plan_chunk(self, batch: _HostBatch, row: int, window: int | None) -> Chunk:
+    def _plan_chunk(self, batch: _HostBatch, row: int, kind: _Kind) -> Chunk:
+        window = kind.window
         begin = int(batch.query_starts[row])
         end = int(batch.query_starts[row + 1])
         length = int(batch.seq_lens[row])
@@ -224,13 +241,21 @@ class PagedTorchAttention(AttentionBackend):
         first_key = first_page * self._page
         gathered_keys = (last_page - first_page + 1) * self._page
         band = self._bands.setdefault(window, _BandMask(window, self._placement))
+        later = None if batch.later is None or not kind.whole_images else batch.later
         tiles = []
         for first in range(start // _ROWS * _ROWS, length, _TILE):  # positions
             last = min(first + _TILE, -(-length // _ROWS) * _ROWS)
             rows = slice(begin + max(first, start) - start, begin + min(last, length) - start)
             keys = last - first_key
             num_keys = min(keys, gathered_keys)
-            mask = band.view(last - first, keys, num_keys)
+            if later is not None and later[rows].any():
+                reach = np.arange(first, last)
+                reach[max(first, start) - first : min(last, length) - first] += later[rows]
+                num_keys = min(max(keys, int(reach.max()) + 1 - first_key), gathered_keys)
+                mask = _image_mask(np.arange(first, last), reach, first_key + np.arange(num_keys), window)
+                mask = mask.to(self._placement.device, self._placement.dtype)
+            else:
+                mask = band.view(last - first, keys, num_keys)
             tiles.append(_Tile(rows, max(0, start - first), max(0, last - length), num_keys, mask))
         pages = batch.page_table[row : row + 1, first_page : last_page + 1]
         return Chunk(self._page_index(pages), tuple(tiles))
@@ -294,6 +319,19 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpe
         scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[-2]]
     return weights.to(v.dtype) @ v
+
+
+def _image_mask(
+    queries: NDArray[np.int64], reach: NDArray[np.int64], keys: NDArray[np.int64], window: int | None
+) -> Tensor:
+    """Return [1, 1, queries, keys]: 0 where a query sees a key, else -inf. All are positions.
+
+    ``reach`` [queries]: the last key that each query sees.
+    """
+    hidden = keys > reach[:, None]
+    if window is not None:
+        hidden |= keys <= queries[:, None] - window
+    return torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))[None, None]
 
 
 class _Fp8Scales:

@@ -31,6 +31,7 @@ class _Step:
     has_few: bool  # sequences with one token, or a few
     has_several: bool  # one of these sequences has several
     has_chunks: bool  # sequences with more
+    few: int  # tokens of a sequence with a few, at most
 
 
 class PagedTritonAttention(AttentionBackend):
@@ -57,7 +58,7 @@ class PagedTritonAttention(AttentionBackend):
 
     def _plan(self, batch: AttentionBatch, graph: int) -> None:
         lengths = np.diff(batch.query_starts)
-        few = self._tiles.few
+        few = self._tiles.few if batch.later is None else 1  # only the kernel for chunks has masks of images
         has_few = bool((lengths <= few).any())
         has_chunks = bool((lengths > few).any())
         has_several = bool(((lengths > 1) & (lengths <= few)).any())
@@ -66,7 +67,7 @@ class PagedTritonAttention(AttentionBackend):
             has_several = graph > 1
             has_chunks = graph > few
         self._decode.plan()
-        self._current = _Step(batch.by_group, has_few, has_several, has_chunks)
+        self._current = _Step(batch.by_group, has_few, has_several, has_chunks, few)
 
     def prepare_and_store(self, layer: int, qkv: Tensor, rotary: RotaryCosSin, norms: HeadNorms | None) -> Tensor:
         slots = self._batch(layer).slots
@@ -85,7 +86,7 @@ class PagedTritonAttention(AttentionBackend):
             self._decode(layer, q, cache, batch, out, step.has_several, sinks)
         if step.has_chunks:
             scales = self._scales[layer]
-            prefill_attention(q, cache, batch, self._specs[layer], self._tiles, out, scales, sinks)
+            prefill_attention(q, cache, batch, self._specs[layer], self._tiles, out, scales, sinks, few=step.few)
         return out.view(out.shape[0], -1)
 
     def _batch(self, layer: int) -> AttentionBatch:

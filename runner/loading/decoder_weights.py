@@ -21,9 +21,16 @@ from runner.loading.fused_experts import split_experts
 from runner.loading.model_weights import ModelWeights, Progress
 from runner.loading.stored_weights import StoredWeights
 from runner.loading.weights import OpenWeights, check_weights, fill_random, fill_shard
+from runner.models.adapters.adapted_linear import ADAPTER_SUFFIX
 from runner.models.decoder import Decoder
 from runner.models.layers.vocabulary import VocabParallelEmbedding
-from runner.models.layers.weight_shard import WeightGroup, WeightShard, WeightShards, prefixed
+from runner.models.layers.weight_shard import (
+    AdapterPlace,
+    WeightGroup,
+    WeightShard,
+    WeightShards,
+    prefixed,
+)
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -58,6 +65,15 @@ class DecoderWeights(ModelWeights):
             prefix = self._decoder.config.predictor
             yield self._group(prefix, predictor.weight_shards, predictor.process_weights_after_loading)
 
+    def adapter_places(self) -> dict[str, AdapterPlace]:
+        """Return where adapters change this rank's layers, by the names of these in the checkpoint."""
+        places = {}
+        for index, layer in enumerate(self._decoder.layers, self._decoder.first_layer):
+            for name, shard in prefixed(f"model.layers.{index}.", layer.weight_shards()):
+                if isinstance(shard, AdapterPlace):
+                    places[self._decoder.checkpoint_name(name).removesuffix(ADAPTER_SUFFIX)] = shard
+        return places
+
     def find(self, model_dir: Path, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
         """Return the weights with a name per expert, and the names that the model asks for.
 
@@ -85,7 +101,11 @@ class DecoderWeights(ModelWeights):
 
     def _group(self, prefix: str, shards: Callable[[], WeightShards], process: Callable[[], None]) -> WeightGroup:
         def named() -> WeightShards:
-            return ((self._decoder.checkpoint_name(name), shard) for name, shard in prefixed(prefix, shards()))
+            return (
+                (self._decoder.checkpoint_name(name), shard)
+                for name, shard in prefixed(prefix, shards())
+                if not isinstance(shard, AdapterPlace)
+            )
 
         return WeightGroup(named, process)
 

@@ -10,11 +10,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from pdserve.adapters.base_layers import adapters_problem
 from pdserve.checkpoint.safetensors_header import Tensor as StoredTensor
 from pdserve.checkpoint.weight_digests import known_digests
 from pdserve.config.memory_fit import check_room
 from pdserve.config.node_config import NodeConfig
 from pdserve.config.parallel import shard_of
+from pdserve.errors import ConfigError
 from pdserve.images import ImageMode
 from pdserve.model.model_config import TRANSFORMERS, ModelConfig
 from pdserve.protocols import WeightReader
@@ -31,6 +33,7 @@ from runner.loading.stored_weights import StoredWeights
 from runner.loading.tower_weights import build_tower, check_tower, fill_tower, load_tower
 from runner.loading.weights import OpenWeights, open_weights
 from runner.memory.kv_memory import free_memory
+from runner.models.adapters.slots import AdapterSlots
 from runner.models.decoder import Decoder
 from runner.models.model import Model
 from runner.models.quantization.unquantized import held_dtype
@@ -65,8 +68,15 @@ class LoadedModel:
         if self.device.type == "cpu":
             torch.set_num_threads(config.threads)
         check_room(config, str(held_dtype(self.placement)).removeprefix("torch."), free_memory(self.device))
+        self.adapter_slots: AdapterSlots | None = None  # None: the node takes no adapters
+        if config.adapters is not None:
+            if problem := adapters_problem(config.model):
+                raise ConfigError(problem)
+            self.adapter_slots = AdapterSlots(config.adapters, self.placement, config.max_batch_tokens)
         with torch.inference_mode():
             self.decoder, self.weights = self._build()
+            if self.adapter_slots is not None:
+                self.adapter_slots.allocate()
             self.images = self._image_inputs()
             self.tower = build_tower(config, self.placement)
         self.stored: StoredWeights | None = None  # None: of no checkpoint
@@ -168,7 +178,7 @@ class LoadedModel:
             return NO_IMAGE_INPUTS
         assert isinstance(self.decoder, Decoder)
         assert config.model.vision is not None
-        shard = config.position.shard
+        shard = 0 if self.decoder.embeds_whole else config.position.shard
         self.decoder.images = ImageInputs(config.model.vision, config.max_batch_tokens, self.placement, shard)
         return self.decoder.images
 
@@ -182,5 +192,5 @@ class LoadedModel:
             library_model = TransformersDecoder(model, self.parallel, self.placement)
             layout = self._config.kv_layout.with_dtype(self._config.dtype)  # without the error of an FP8 cache
             return library_model, LibraryWeights(library_model, layout, self.placement)
-        decoder = decoder_class(model.architecture)(model, self.parallel, self.placement)
+        decoder = decoder_class(model.architecture)(model, self.parallel, self.placement, self.adapter_slots)
         return decoder, DecoderWeights(decoder)

@@ -21,6 +21,7 @@ from runner.attention import AttentionBackend
 from runner.batch import Activations
 from runner.distributed.parallel_state import ParallelState
 from runner.distributed.pipeline_stages import Beside
+from runner.models.adapters.slots import AdapterSlots
 from runner.models.layers.attention import Attention
 from runner.models.layers.context import ModelContext
 from runner.models.layers.decoder_layer import AnyLayer, DecoderLayer, Mixer, RMSNorm
@@ -44,17 +45,25 @@ class Decoder(Model):
     """
 
     unused_tensors: tuple[str, ...] = ()  # first parts of the names of tensors that are not loaded
+    embeds_whole: bool = False  # each shard has whole embeddings before the first layer, not its part of a sum
     predictor_names: PredictorNames | None = None  # None: no checkpoint has a layer that predicts further tokens
 
-    def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
-        """``config`` describes the whole model."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ParallelState,
+        placement: TensorPlacement,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        """``config`` describes the whole model; ``adapters`` None: its layers take none."""
         self.config = config
-        self.context = ModelContext.build(config, parallel, placement)
+        self.context = ModelContext.build(config, parallel, placement, adapters)
         position = self.context.position
         self._parallel = parallel
         self.first_layer = position.layers.start
         self.embedding = VocabParallelEmbedding(self.context) if position.is_first else None
         self.layers = [self.make_layer(layer) for layer in range(len(position.layers))]
+        self.context = replace(self.context, adapters=None)  # what makes drafts has the base's weights
         self._next_norms = [layer.input_norm for layer in self.layers[1:]]
         self.norm = RMSNorm(self.context) if position.is_last else None
         self.head = ParallelLMHead(self.context) if position.is_last else None

@@ -188,6 +188,7 @@ class RunnerV1(BaseModelRunner[HostBatch]):
                 state_slots=torch.from_numpy(table.state_slots[rows]).to(self._device),
                 state_snapshots=batch.state_snapshots,
                 drafted=torch.from_numpy(batch.is_drafted.astype(np.int32)).to(self._device) if has_drafts else None,
+                later=self._model.images.later,
             )
         )
         device_positions = self._to_device(positions)

@@ -35,7 +35,9 @@ class ForwardPass:
         self._stages = stages
         self._position = config.position
         self.sizes = GraphSizes.of_node(config)
+        self._adapters = None if model.adapter_slots is None else model.adapter_slots.tokens
         self._graphs = CudaGraphs(GraphSizes(()))
+        self._adapted_graphs = self._graphs  # for steps in which a token has an adapter
         self._decode_sizes = GraphSizes(())  # sizes of graphs for decodes
         dtype = model.placement.dtype
         device = model.device
@@ -52,10 +54,17 @@ class ForwardPass:
 
     def capture(self, on_progress: Callable[[float], None], most: int | None = None) -> None:
         """Capture the graphs of all sizes, or of the ``most`` largest."""
+        self._graphs = self._capture(on_progress, most)
+        self._decode_sizes = self._graphs.sizes.of_decodes
+        if self._adapters is not None:
+            self._adapters.capture()
+            self._adapted_graphs = self._capture(on_progress, most)
+            self._adapters.stop()
+
+    def _capture(self, on_progress: Callable[[float], None], most: int | None) -> CudaGraphs:
         graphs = CudaGraphs(GraphSizes(self.sizes.descriptors[:most]))
         graphs.capture(self.hidden.device, self._inputs.padding, self._captured, on_progress)
-        self._graphs = graphs
-        self._decode_sizes = graphs.sizes.of_decodes
+        return graphs
 
     def graph_for(self, indices: BatchIndices) -> BatchDescriptor | None:
         """Return the size of the graph for this batch, None if none fits.
@@ -78,7 +87,7 @@ class ForwardPass:
         selects = self._position.is_last and not indices.every_token_samples
         keep = batch.logits_tokens if selects and descriptor is None and not all_hidden_states else None
         if descriptor is None:
-            self._backend.plan(self._inputs.attention_batch(batch))
+            self._backend.plan(self._inputs.attention_batch(batch, later=self._model.images.later))
         elif self._backend.replans(descriptor.longest):
             self._backend.plan(self._inputs.attention_batch(batch, descriptor), graph=descriptor.longest)
         hidden = yield from self._stages.compute(
@@ -106,7 +115,8 @@ class ForwardPass:
             self._start[:tokens].copy_(start)
             if tokens < descriptor.tokens:  # layers add to their input: padding would grow with every step
                 self._start[tokens : descriptor.tokens].zero_()
-        self._graphs.replay(descriptor)
+        graphs = self._graphs if self._adapters is None or not self._adapters.active else self._adapted_graphs
+        graphs.replay(descriptor)
         return self.hidden[:tokens]
 
     def _captured(self, descriptor: BatchDescriptor, padding: AttentionBatch) -> None:

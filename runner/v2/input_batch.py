@@ -13,7 +13,7 @@ from torch import Tensor
 from pdserve.config.node_config import NodeConfig
 from pdserve.kv.layout import KVLayout
 from pdserve.kv.states import NO_SLOT
-from runner.batch import AttentionBatch, RowSnapshot
+from runner.batch import AttentionBatch, LaterTokens, RowSnapshot
 from runner.graph_sizes import BatchDescriptor
 from runner.kernels.step import build_inputs_kernel, build_page_table_kernel, take_samples_kernel
 from runner.sequence_rows import StepBatch
@@ -199,12 +199,14 @@ class InputBuffers:
         """Return the tokens of each sequence of the batch that was built last: [num_seqs] int32."""
         return self.query_starts[: num_seqs + 1].diff()
 
-    def attention_batch(self, batch: InputBatch, padded: BatchDescriptor | None = None) -> AttentionBatch:
+    def attention_batch(
+        self, batch: InputBatch, padded: BatchDescriptor | None = None, later: LaterTokens | None = None
+    ) -> AttentionBatch:
         """Return the batch that was built last; its device tensors have the size ``padded``, or none of its padding."""
         indices = batch.indices
         size = padded or indices.descriptor
         return self._attention_batch(
-            indices.query_starts, batch.seq_lens, size, indices.has_drafts, batch.state_snapshots
+            indices.query_starts, batch.seq_lens, size, indices.has_drafts, batch.state_snapshots, later
         )
 
     def padding(self, descriptor: BatchDescriptor) -> AttentionBatch:
@@ -234,6 +236,7 @@ class InputBuffers:
         descriptor: BatchDescriptor,
         may_draft: bool,
         state_snapshots: tuple[RowSnapshot, ...] = (),
+        later: LaterTokens | None = None,
     ) -> AttentionBatch:
         return AttentionBatch.of_groups(
             query_starts,
@@ -245,4 +248,5 @@ class InputBuffers:
             state_slots=None if self._state_slots is None else self._state_slots[: descriptor.rows],
             state_snapshots=state_snapshots,
             drafted=self.drafted[: descriptor.rows] if may_draft and self._state_slots is not None else None,
+            later=later,
         )

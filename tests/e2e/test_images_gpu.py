@@ -15,7 +15,7 @@ import torch
 from fleet import Fleet
 from image_chats import num_images
 from image_checkpoints import KINDS, make_image_checkpoint
-from served_images import FLAGS, OUTPUT, Served, conversations
+from served_images import OUTPUT, Served, conversations, flags_of
 
 from pdserve.config.runner_oracle import VARIABLE
 
@@ -40,9 +40,9 @@ def served(directory: Path) -> Iterator[Served]:
     """A node of each role and runner. Nodes D encode no images."""
     with Fleet() as fleet:
         for environ in RUNNERS.values():
-            fleet.start_prefill(directory, (*NODE, *FLAGS), environ)
+            fleet.start_prefill(directory, (*NODE, *flags_of(directory)), environ)
         for environ in RUNNERS.values():
-            fleet.start_decode(directory, (*NODE, *FLAGS, "--handoff-min-tokens", "0"), environ)
+            fleet.start_decode(directory, (*NODE, *flags_of(directory), "--handoff-min-tokens", "0"), environ)
         fleet.wait_ready(START)
         yield Served(directory, fleet)
 

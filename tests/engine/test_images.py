@@ -125,6 +125,24 @@ def test_images_of_steps_in_flight_and_kept_ones_stay() -> None:
     assert cache.fits({b"c": 10}, ())
 
 
+def test_changes_name_complete_images_only() -> None:
+    cache = ImageCache(10)
+    cache.use(b"a", 5, 1, ())
+    cache.completed(b"a")
+    cache.use(b"b", 5, 1, ())  # partial
+    assert cache.take_changes() == ([b"a"], [])
+    cache.applied(1)
+    cache.drop(b"b")
+    cache.use(b"b", 5, 2, ())
+    cache.completed(b"b")
+    cache.use(b"c", 5, 2, ())
+    cache.completed(b"c")
+    assert cache.take_changes() == ([b"b", b"c"], [b"a"])
+    cache.applied(2)
+    cache.forget()
+    assert cache.take_changes() == ([], [b"b", b"c"])
+
+
 # ---------------------------------------------------------------- steps
 
 
@@ -641,19 +659,36 @@ def test_prompts_complete_the_partial_image_of_a_later_one(see: MakeSeeing) -> N
 def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -> None:
     """Little memory for KV and embeddings, cancels, pauses, pixels that go with the first token as in a frontend."""
     chance = random.Random(seed)
+    check_every_prompt_ends(depth, chance, chance.choice((14, 20, 40)), state_slots=chance.choice((0, 0, 20)))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@given(seed=st.integers(0, 1 << 30))
+@examples(40)
+def test_every_prompt_ends_where_steps_compute_whole_images(depth: tuple[int, int], seed: int) -> None:
+    """The runner asserts that no step ends inside an image. Prefix hits do, and blocks run out."""
+    chance = random.Random(seed)
+    windows = chance.choice(((None,), (None, 6), (9, None)))
+    num_blocks = chance.choice((20, 30, 40)) * len(windows)
+    check_every_prompt_ends(
+        depth, chance, num_blocks, whole=True, windows=windows, batch_tokens=chance.choice((19, 30))
+    )
+
+
+def check_every_prompt_ends(depth: tuple[int, int], chance: random.Random, num_blocks: int, **options: Any) -> None:
     cache = chance.choice((12, 13, 20, 40))
     cost = chance.choice((0.0, 0.3, 1.0, 5.0, 30.0))
     steps = SimulatedSteps(SimulatedCosts(prompt_token=2e-3), INPUT, EncodingCost(cost))
     node = SeeingNode(
-        chance.choice((14, 20, 40)),
+        num_blocks,
         *depth,
         cache=cache,
         cost=cost,
         itl_target=chance.choice((0.0, None, 0.02)),
         ttft_target=chance.choice((0.0, 0.5)),
         layered=chance.random() < 0.3,
-        state_slots=chance.choice((0, 0, 20)),
         seconds=steps.seconds,
+        **options,
     )
     pictures = [Picture(number, chance.randint(1, 3), chance.randint(1, 4)) for number in range(1, 7)]
     pixels = Counter[int]()  # prompts that need them, by number of the picture
@@ -684,6 +719,7 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
         expected[rid] = reference(seen(ids, images), 0, max_tokens)
         ask(node, rid, (ids, images), max_tokens=max_tokens, client=chance.randint(0, 2))
 
+    reported = set[bytes]()  # images with embeddings, as routers learn them
     last = 0
     for _ in range(400):
         if last < 14 and chance.random() < 0.3:
@@ -712,6 +748,8 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
             node.scheduler.room.preempt(chance.choice(running))
         if not node.engine.idle:
             batch = node.step()
+            assert reported >= set(batch.images_dropped)
+            reported = reported - set(batch.images_dropped) | set(batch.images_cached)
             for event in batch.refused:
                 refused[event.rid] = event.kind
                 release(event.rid)
@@ -720,6 +758,8 @@ def test_every_prompt_ends_whatever_happens(depth: tuple[int, int], seed: int) -
         elif last == 14 and not live:
             break
     assert node.engine.idle
+    cached, dropped = node.scheduler.images.take_changes()
+    assert reported - set(dropped) | set(cached) == node.seeing.embeddings.keys()
     for rid, tokens in expected.items():
         if rid in refused:
             assert refused[rid] == "ImagesMissing"

@@ -218,6 +218,25 @@ def test_extra_keys_are_the_images_of_each_block_and_the_salt_of_the_first() -> 
     assert event["extra_keys"] == [[[first, 1], "pepper"], [[first, -3], [second, 3]], None, None]
 
 
+def test_blocks_of_an_adapter_have_its_name_and_its_digest() -> None:
+    """Another adapter, or none, has other hashes for the same tokens."""
+    digest = "ab" * 32
+    ids = array("I", [5] * 2 * BLOCK)
+    sampling = SamplingParams(max_tokens=1, adapter=digest)
+    request = Request(0, ids.tobytes(), sampling, Mode.LOCAL, "")
+    hashes = BlockHashes(BLOCK, root_hash("", digest))
+    of_base = BlockHashes(BLOCK, root_hash("")).upto(ids, len(ids))
+    assert not set(hashes.upto(ids, len(ids))) & set(of_base)
+    sequence = Sequence(0, request, 0, ids, hashes, len(ids), len(ids) + 1)
+    recorder = NetChanges()
+    for index in range(2):
+        recorder.store(sequence, index, 0)
+    (taken,) = recorder.take()
+    ((_, payload),) = EventLog([FULL], BLOCK, name_of={digest: "sql"}.__getitem__).add(taken)
+    _, (event,), _ = msgspec.msgpack.decode(payload)
+    assert (event["lora_name"], event["extra_keys"]) == ("sql", [[digest], [digest]])
+
+
 def test_replay_of_batches_that_are_no_longer_kept_is_a_snapshot() -> None:
     log = EventLog([FULL], BLOCK, kept_batches=2)
     for batch in (changes(stored(1)), changes(stored(2, 1)), changes(removed=(1,)), changes(stored(3), stored(1))):

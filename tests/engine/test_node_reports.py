@@ -30,9 +30,17 @@ def batch(
     free: int = 10,
     total: int = 10,
     prompt_seconds: float = 0.0,
+    images: tuple[int, ...] = (),
+    dropped_images: tuple[int, ...] = (),
 ) -> EventBatch:
     status = Status(free, total - free, 0, 0, total, 0, 0, running, Totals(prompt_seconds=prompt_seconds))
-    return EventBatch(status, cached=list(map(block_hash, cached)), evicted=list(map(block_hash, evicted)))
+    return EventBatch(
+        status,
+        cached=list(map(block_hash, cached)),
+        evicted=list(map(block_hash, evicted)),
+        images_cached=list(map(block_hash, images)),
+        images_dropped=list(map(block_hash, dropped_images)),
+    )
 
 
 def block_hash(number: int) -> bytes:
@@ -40,9 +48,13 @@ def block_hash(number: int) -> bytes:
 
 
 def applied(cached: set[int], report: pb.NodeReport) -> set[int]:
-    cached = cached - set(unpack_block_hashes(report.cache.removed)) | set(unpack_block_hashes(report.cache.added))
-    assert report.cache.digest == reduce(xor, cached, 0)
-    return cached
+    return applied_change(cached, report.cache)
+
+
+def applied_change(held: set[int], change: pb.CacheChange) -> set[int]:
+    held = held - set(unpack_block_hashes(change.removed)) | set(unpack_block_hashes(change.added))
+    assert change.digest == reduce(xor, held, 0)
+    return held
 
 
 @given(st.lists(st.sets(st.integers(0, 20)), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
@@ -66,6 +78,61 @@ def test_a_slow_reader_ends_with_the_current_cache(caches: list[set[int]], reads
         return cached
 
     assert asyncio.run(watch()) == caches[-1]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 20), unique=True), min_size=1, max_size=8),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+    st.integers(3, 25),
+)
+def test_a_slow_reader_ends_with_the_newest_images(states: list[list[int]], reads: list[bool], limit: int) -> None:
+    """States list images, the oldest first. An engine that begins again has none."""
+
+    async def watch() -> tuple[set[int], set[int], set[int]]:
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        now: list[int] = []
+        held = set[int]()
+        unread = True
+        async with aclosing(node_reports.subscribe()) as reports:
+            for state, read in zip(states, reads, strict=False):
+                added = [image for image in state if image not in now]
+                dropped = [image for image in now if image not in state]
+                now = [image for image in now if image in state] + added
+                node_reports.on_batch(batch(images=tuple(added), dropped_images=tuple(dropped)))
+                unread = unread or bool(added or dropped)
+                if read and unread:
+                    held = applied_change(held, (await anext(reports)).images)
+                    unread = False
+            async with aclosing(node_reports.subscribe()) as late:
+                late_held = applied_change(set(), (await anext(late)).images)
+            node_reports.begin_engine()
+            node_reports.on_batch(batch(images=(99,)))
+            node_reports.end()
+            async for report in reports:
+                held = applied_change(held, report.images)
+        return late_held, set(now), held
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("node.reports.MAX_REPORTED_IMAGES", limit)
+        late, cached, last = asyncio.run(watch())
+    assert late <= cached
+    assert late == cached or len(late) <= limit
+    assert last == {99}
+
+
+def test_more_images_than_the_limit_leave_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.reports.MAX_REPORTED_IMAGES", 2)
+
+    async def watch() -> list[set[int]]:
+        node_reports = NodeReports(lambda: NODE, pause=0.0)
+        seen = [set[int]()]
+        async with aclosing(node_reports.subscribe()) as reports:
+            for images in ((1,), (2, 3), (4, 5, 6)):
+                node_reports.on_batch(batch(images=images))
+                seen.append(applied_change(seen[-1], (await anext(reports)).images))
+        return seen[1:]
+
+    assert asyncio.run(watch()) == [{1}, {2, 3}, {5, 6}]
 
 
 def test_reports_are_numbered_and_carry_only_changed_descriptions() -> None:

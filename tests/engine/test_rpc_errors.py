@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from pdserve.errors import (
+    AdapterMissing,
     CapacityError,
     DeadlineExceeded,
     Draining,
@@ -37,6 +38,7 @@ FAILURES = {
     "CRASHED": EngineCrashed,
     "PREFILL_CRASHED": PrefillCrashed,
     "NEEDS_IMAGES": ImagesMissing,
+    "ADAPTER_MISSING": AdapterMissing,
 }
 
 

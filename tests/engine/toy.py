@@ -4,7 +4,8 @@ One misplaced block, stale slot or extra token changes its output, so comparing 
 bookkeeping, in microseconds per token. It computes as late as a device may: when the result of a step is taken. So it
 overwrites blocks that were reused too early, and it asserts that there are none.
 
-A change of its weights changes what it writes for a token, so KV of other weights changes its output, too.
+A change of its weights changes what it writes for a token, so KV of other weights changes its output, too. So does an
+adapter: what it writes depends on the one in the slot of the sequence when the step is computed.
 
 With recurrent layers, it also keeps a digest of the tokens so far in the slot of each sequence, and asserts that it is
 that of the tokens in the KV cache.
@@ -29,6 +30,7 @@ from zlib import crc32
 
 import numpy as np
 
+from pdserve.adapters.adapter import NO_ADAPTER, NO_ADAPTER_SLOT, Adapter, AdapterSlot
 from pdserve.kv.groups import NULL_BLOCK, KVCacheGroups, KVHeads
 from pdserve.kv.layout import FullAttentionSpec, KVLayout, KVRegion, LatentSpec
 from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, RankStates, StateLayout, StateShare, StateSnapshot
@@ -42,6 +44,7 @@ from runner.sampling.prompt_targets import PromptTargets, Targets
 VOCAB = 1000
 OF_WEIGHTS = 1 << 16  # token offset per weight change; above all token ids, wrong drafts included
 RIGHT_DRAFTS = 3 / 4
+_FIRST_OF_ADAPTERS = 256  # weight changes; those of an adapter count from here on
 Slot = tuple[int, int]  # block, offset
 
 
@@ -65,13 +68,23 @@ def next_token(token_ids: np.ndarray, choice: int) -> int:
     return crc32(np.ascontiguousarray(token_ids, dtype=np.uint32).tobytes(), choice) % VOCAB
 
 
+def offset_of(adapter: str) -> int:
+    """Return what an adapter adds to a token in the KV cache."""
+    return 0 if adapter == NO_ADAPTER else (_FIRST_OF_ADAPTERS + crc32(adapter.encode()) % 4096) * OF_WEIGHTS
+
+
 def reference(
-    prompt: list[int], choice: int, num_outputs: int, stop: tuple[int, ...] = (), weights: int = 0
+    prompt: list[int],
+    choice: int,
+    num_outputs: int,
+    stop: tuple[int, ...] = (),
+    weights: int = 0,
+    adapter: str = NO_ADAPTER,
 ) -> list[int]:
     """Return the output that a sequence must produce."""
     tokens = list(prompt)
     for _ in range(num_outputs):
-        tokens.append(next_token(np.array(tokens) + weights * OF_WEIGHTS, choice))
+        tokens.append(next_token(np.array(tokens) + (weights * OF_WEIGHTS + offset_of(adapter)), choice))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -113,6 +126,7 @@ class _State:
     slot: int = NO_SLOT  # slot of the recurrent state
     yielded: tuple[int, ...] = ()  # tokens of the last decode, if the plan gave its drafts
     verifying: bool = False  # a decode with drafts of the plan is in flight
+    adapter_slot: int = NO_ADAPTER_SLOT
 
 
 def num_tokens(plan: StepPlan) -> int:
@@ -143,6 +157,7 @@ class ToyStep:
     new: tuple[NewSequence, ...]
     state_snapshots: tuple[StateSnapshot, ...]
     state_copies: tuple[tuple[int, int], ...]
+    adapters: tuple[AdapterSlot, ...]
 
     def done(self) -> bool:
         return not self.runner.busy
@@ -205,6 +220,8 @@ class ToyRunner:
         self.cache = np.full(self.kv_layout.shape, 0xFFFFFFFF, dtype=np.uint32)
         self._of_group = [self._blocks_of(group) for group in range(len(windows))]
         self.slots = np.full((num_state_slots, _SLOT_WORDS), 0xFFFFFFFF, dtype=np.uint32)
+        self.adapters: dict[str, Adapter] = {}  # in host memory, by digest
+        self.adapter_slots: dict[int, str] = {}  # digests, by slot
         self._states: dict[int, _State] = {}
         self._in_flight: deque[ToyStep] = deque()
         self._targets = PromptTargets()
@@ -284,6 +301,9 @@ class ToyRunner:
         for seq in plan.finished:
             del self._states[seq]
             self._targets.remove(seq)
+        states = [*self._states.values(), *(work.state for step in self._in_flight for work in step.work)]
+        used_slots = {state.adapter_slot for state in states}
+        assert not used_slots & {filled.slot for filled in plan.adapters}, "a slot is filled that a sequence uses"
         for new in plan.new:
             assert new.seq not in self._states
             assert new.seq not in self.writing.values(), "a sequence was preempted while a step with it is in flight"
@@ -291,6 +311,8 @@ class ToyRunner:
             state = _State(new.seq, tokens, new.num_computed, list(new.block_ids), new.choice)
             state.num_launched = state.least_launched = new.num_computed
             state.slot = new.state_slot
+            state.adapter_slot = new.adapter_slot
+            assert (new.adapter_slot == NO_ADAPTER_SLOT) == (new.sampling.adapter == NO_ADAPTER)
             assert (state.slot == NO_SLOT) == (not len(self.slots))
             self._states[new.seq] = state
             self._targets.add(new)
@@ -304,6 +326,7 @@ class ToyRunner:
             plan.new,
             plan.state_snapshots,
             plan.state_copies,
+            plan.adapters,
         )
         if self._layered:
             yield
@@ -319,6 +342,8 @@ class ToyRunner:
         self.num_overlapped += any(later.work for later in self._in_flight)
         token_ids: list[int] = []
         counts: list[int] = []
+        for filled in step.adapters:
+            self.adapter_slots[filled.slot] = self.adapters[filled.digest].digest
         for new in step.new:
             for source, target in new.copies:
                 self.cache[target] = self.cache[source]
@@ -373,6 +398,12 @@ class ToyRunner:
     def has_weights(self) -> bool:
         return True
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        self.adapters[adapter.digest] = adapter
+
+    def drop_adapter(self, digest: str) -> None:
+        self.adapters.pop(digest, None)
+
     def close(self) -> None:
         self._states.clear()
 
@@ -396,7 +427,7 @@ class ToyRunner:
     def _advance(self, state: _State, token: int) -> None:
         """Let a sequence's recurrent state take in a token."""
         if state.slot != NO_SLOT:
-            self.slots[state.slot, :2] = _advanced(*self.state_in(state.slot), self._written(token))
+            self.slots[state.slot, :2] = _advanced(*self.state_in(state.slot), self._written(state, token))
 
     def state_in(self, slot: int) -> tuple[int, int]:
         """Return the recurrent state in a slot: tokens and their digest."""
@@ -509,17 +540,18 @@ class ToyRunner:
         planes = self._of_group[group][block, :, offset]
         return planes[0] if len(planes) == 1 else planes[:, 0]
 
-    def _written(self, token: int) -> int:
-        return token + self.weights * OF_WEIGHTS
+    def _written(self, state: _State, token: int) -> int:
+        adapter = NO_ADAPTER if state.adapter_slot == NO_ADAPTER_SLOT else self.adapter_slots[state.adapter_slot]
+        return token + self.weights * OF_WEIGHTS + offset_of(adapter)
 
     def _write(self, state: _State, position: int, token: int) -> None:
         for group in range(len(self._windows)):
-            self._slot(state, position, group)[:] = self._written(token), position
+            self._slot(state, position, group)[:] = self._written(state, token), position
 
     def _seen(self, state: _State) -> np.ndarray:
         """Return the computed tokens as a full group has them; without one, those in windows were compared."""
         if self._windows[0] is not None:
-            return np.array(list(map(self._written, state.token_ids[: state.num_computed])))
+            return np.array([self._written(state, token) for token in state.token_ids[: state.num_computed]])
         return np.array([self._slot(state, position)[0] for position in range(state.num_computed)])
 
     def _check_windows(self, state: _State, position: int) -> None:
@@ -528,7 +560,7 @@ class ToyRunner:
             if window is not None or group:
                 for seen in range(0 if window is None else max(0, position - window + 1), position):
                     cached = self._slot(state, seen, group).tolist()
-                    assert cached == [self._written(state.token_ids[seen]), seen], (seen, position, group)
+                    assert cached == [self._written(state, state.token_ids[seen]), seen], (seen, position, group)
 
     def _read_by(self, state: _State) -> set[int]:
         """Return the blocks that the next steps of a sequence may read."""

@@ -28,7 +28,7 @@ INPUT = ImageInput(
 )
 
 
-def images_of(cache: int, token_cost: float = 0.5, slope: float = 0.0) -> ImagesFactory:
+def images_of(cache: int, token_cost: float = 0.5, slope: float = 0.0, whole: bool = False) -> ImagesFactory:
     """Return the images of a node whose embeddings have room for ``cache`` tokens."""
     costs = EncodingCosts(
         accepted=INPUT,
@@ -37,6 +37,7 @@ def images_of(cache: int, token_cost: float = 0.5, slope: float = 0.0) -> Images
         token_cost=EncodingCost(token_cost, slope),
         least=BLOCK,
         depth=DEPTH,
+        whole=whole,
     )
     return partial(ImageEncoding, costs)
 
@@ -87,6 +88,7 @@ class SeeingRunner(ToyRunner):
     """``encoded`` has the digests of all encodings in order."""
 
     capacity = 0  # tokens; 0: no limit
+    whole = False  # a step computes all tokens of an image that have no KV
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]  # Node's
@@ -107,6 +109,7 @@ class SeeingRunner(ToyRunner):
             self._prompts[item.seq] = images, end  # more than that, if drafts are wrong
             for span in images_among(images, begin, end):
                 assert span.digest in self.embeddings, "a step computes tokens of an image without its embeddings"
+                assert not self.whole or end >= span.end, "a step ends inside an image"
         new_sequences = tuple(_seeing(new) for new in plan.new)
         return (yield from super().launch_with_pauses(msgspec.structs.replace(plan, new=new_sequences)))
 
@@ -142,11 +145,21 @@ class SeeingNode(Node):
     """A node with a tower whose embeddings have room for ``cache`` tokens."""
 
     def __init__(
-        self, num_blocks: int, depth: int = 1, stages: int = 1, *, cache: int, cost: float = 0.5, **options: object
+        self,
+        num_blocks: int,
+        depth: int = 1,
+        stages: int = 1,
+        *,
+        cache: int,
+        cost: float = 0.5,
+        whole: bool = False,
+        **options: object,
     ) -> None:
-        fields = {"images": images_of(cache, cost), **options}
+        """``whole``: tokens of an image see its later ones, so a step computes them together."""
+        fields = {"images": images_of(cache, cost, whole=whole), "whole_images": whole, **options}
         super().__init__(num_blocks, depth, stages, runner=SeeingRunner, **fields)  # type: ignore[arg-type]
         self.seeing.capacity = cache
+        self.seeing.whole = whole
 
     @property
     def seeing(self) -> SeeingRunner:

@@ -20,6 +20,7 @@ from toy import VOCAB, ErringSource, Slot, ToyRunner, num_tokens
 
 from connector.backends.host_memory import build_host_memory
 from connector.setup import ConnectorSetup
+from engine.adapters.adapters import AdaptersFactory, no_adapters
 from engine.channel import Channel
 from engine.engine import Engine
 from engine.executor.rank import Pending, Rank
@@ -132,6 +133,8 @@ class Node:
         rank: type[ToyRank] = ToyRank,
         runner: type[ToyRunner] = ToyRunner,
         images: ImagesFactory = no_images,
+        adapters: AdaptersFactory = no_adapters,
+        whole_images: bool = False,
         connector: KVConnector | None = None,
         grammars: Callable[[Callable[[], None]], GrammarWorkers] | None = None,
         state_slots: int = 0,
@@ -160,6 +163,7 @@ class Node:
                 full_step=full_step,
                 tile=tile,
                 max_drafts=max_drafts,
+                whole_images=whole_images,
                 max_waiting=100,
                 stages=stages,
                 itl_target=itl_target,
@@ -169,6 +173,7 @@ class Node:
             connector=self._connector_factory(kv_checksum, host, state_slots, disk is not None),
             drafting=self._drafting_factory(max_drafts, planned_drafts, always_draft),
             images=images,
+            adapters=adapters,
             grammars=grammars(self._channel.wake) if grammars is not None else None,
         )
         self.epoch = f"toy-{next(_names)}"
@@ -181,7 +186,7 @@ class Node:
         self.kv: RankKV = self.connector.register(region, layout, wake)
         self.host_memory = None if host is None else host_memory(host, region, layout, setup, wake)
         self.disk = None if disk is None else disk(self.host_memory, wake)
-        self.rank = rank(self.runner, self.connector, host_memory=self.host_memory, disk=self.disk)
+        self.rank = rank(self.runner, self.connector, host_memory=self.host_memory, disk=self.disk, on_events=wake)
         self.engine = Engine(self.scheduler, self.rank, self._channel)
         if seconds is not None:
             self.engine._pipeline = ModelledPipeline(self.rank, seconds)

@@ -49,6 +49,7 @@ def test_what_fits_is_accepted(prompt: list[int], config: NodeConfig) -> None:
         ([1], {"logit_bias": {128: 1.0}}, ["logit_bias", "128", "127"]),
         ([1], {"logit_bias": {1: math.nan}}, ["logit_bias is nan"]),
         ([1], {"stop_token_ids": (500,)}, ["stop_token_ids", "500"]),
+        ([1], {"adapter": "A" * 64}, ["no digest", "64 hexadecimal digits"]),
     ],
 )
 def test_refusals(prompt: list[int], fields: dict[str, Any], words: list[str], config: NodeConfig) -> None:

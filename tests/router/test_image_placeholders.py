@@ -50,6 +50,21 @@ def test_expanded_prompt_has_each_image_in_its_place(parts: list[tuple[list[int]
     assert list(unpack_tokens(token_ids)) == expected + last
 
 
+@given(st.lists(st.tuples(texts, pictures), max_size=6), texts.filter(bool), st.booleans(), st.booleans())
+def test_tokens_of_text_are_around_images(
+    parts: list[tuple[list[int], Picture]], last: list[int], before: bool, behind: bool
+) -> None:
+    taken = ImageInput(PAD, 16, 3, 2304, 1 << 20, bytes(32), before=12 * before, behind=13 * behind, fills=True)
+    packed = [*(token_id for text, _ in parts for token_id in (*text, PAD)), *last]
+    token_ids, spans = expand(pack_tokens(packed), taken, [picture for _, picture in parts])
+    expected: list[int] = []
+    for (text, picture), span in zip(parts, spans, strict=True):
+        expected += [*text, *[12] * before]
+        assert span == ImageSpan(len(expected), picture.rows, picture.columns, picture.digest)
+        expected += [*[PAD] * (picture.rows * picture.columns), *[13] * behind]
+    assert list(unpack_tokens(token_ids)) == expected + last
+
+
 @given(st.lists(st.tuples(texts, pictures), min_size=1, max_size=6), texts.filter(bool))
 def test_rows_end_with_tokens_of_text(parts: list[tuple[list[int], Picture]], last: list[int]) -> None:
     pictures = [picture._replace(columns=picture.columns + 1) for _, picture in parts]

@@ -135,7 +135,7 @@ class Seeing:
         self.inputs.begin(axes, torch.cat(rows), torch.cat(values), torch.cat(deepstack, dim=1))
 
 
-@pytest.fixture(scope="module", params=[*(kind for kind in KINDS if kind != "mistral3"), *TEXTS])
+@pytest.fixture(scope="module", params=[*(kind for kind in KINDS if kind.startswith("qwen")), *TEXTS])
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     kind, text = TEXTS.get(request.param, (request.param, {}))
     built = Seeing(make_image_checkpoint(tmp_path_factory.mktemp("mrope") / request.param, kind, **text))

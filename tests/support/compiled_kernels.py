@@ -36,7 +36,9 @@ POINTERS = {
     **dict.fromkeys(("x", "bias", "y", "q", "k", "v", "cache", "out", "sinks"), "*bf16"),
     **dict.fromkeys(("mixed", "weight", "history", "ba", "gate", "w", "u", "scores"), "*bf16"),
     **dict.fromkeys(("q_rope", "latents", "keys"), "*bf16"),
-    **dict.fromkeys(("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots"), "*i32"),
+    **dict.fromkeys(
+        ("scales", "assignments", "experts", "page_table", "query_starts", "seq_lens", "slots", "later"), "*i32"
+    ),
     **dict.fromkeys(("parts", "done", "chunks", "long_rows", "snapshots", "ends", "drafted"), "*i32"),
     **dict.fromkeys(("a_log", "dt_bias", "states", "totals", "cos", "sin", "results", "weights"), "*fp32"),
     "words": "*i16",
@@ -80,7 +82,7 @@ def attention(window: int) -> str:
     chosen = tiles.choose_tiles(8, 64, placement)
     spec = AttentionSpec(scale=0.125, window=window or None)
     sizes = {"KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 64, "PAGE_SIZE": 16, "WINDOW": window, "HAS_SINKS": True}
-    sizes["ROPE_DIM"] = 0
+    sizes |= {"ROPE_DIM": 0, "HAS_LATER": False}
     options = sizes | {"FEW": chosen.few} | chosen.prefill_options(spec.window)
     return sass_of(prefill_attention._prefill_attention_kernel, options)
 
@@ -124,7 +126,10 @@ def latent(name: str) -> str:
         sizes = {"HEADS": 16, "NOPE": 128, "TILE": 128, "BLOCK": 16, "ROW_CHUNK": 256, **row}
         return sass_of(latents._gather_latents_kernel, sizes)
     if name == "prefill":
-        return sass_of(prefill_attention._prefill_attention_kernel, {**attend, "FEW": chosen.few, **chosen.prefill})
+        return sass_of(
+            prefill_attention._prefill_attention_kernel,
+            {**attend, "HAS_LATER": False, "FEW": chosen.few, **chosen.prefill},
+        )
     options = {**attend, "SEVERAL": name == "several", "PDL": True}
     return sass_of(
         decode_attention._decode_attention_kernel, options | (chosen.several if name == "several" else chosen.decode)

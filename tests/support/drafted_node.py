@@ -90,6 +90,7 @@ class DraftedNode:
                 max_batch_tokens=config.max_batch_tokens,
                 full_step=config.max_batch_tokens,
                 max_drafts=max_drafts,
+                whole_images=config.model.whole_images,
                 max_waiting=1000,
                 vocab_size=config.model.vocab_size,
                 eos_token_ids=config.model.eos_token_ids,

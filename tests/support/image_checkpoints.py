@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gemma_images
 import numpy as np
 import torch
 import transformers
 from checkpoints import reference_greedy
+from gemma_images import GemmaProcessor
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from small_tokenizers import byte_level, write
@@ -30,7 +32,8 @@ from pdserve.images import Images, ImageSpan
 from runner.models.vision.tower import Features
 from runner.models.vision.towers import AnyVisionTower
 
-KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3")
+KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "mistral3", *gemma_images.CLASSES)
+SLOW = ("qwen3_vl_moe", "qwen3_5_moe", *gemma_images.CLASSES)  # kinds of slow tests only
 DEEPSTACK = ("qwen3_vl", "qwen3_vl_moe")  # kinds whose towers join the first text layers
 PATCH_SIZE = 16
 MERGE_SIZE = 2
@@ -63,6 +66,7 @@ PIXTRAL: dict[str, Any] = {
 }
 PIXTRAL_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "image_token": "[IMG]"}
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 #: Parts in messages of all roles, tools and their results. "add_vision_id" numbers images, as Qwen's templates do.
 CHAT_TEMPLATE = """\
 {%- set state = namespace(images=0) -%}
@@ -202,6 +206,7 @@ _PIXTRAL_VISION: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 _CLASSES = {
+    **gemma_images.CLASSES,
     "mistral3": "Mistral3ForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -218,7 +223,7 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
     path.mkdir(parents=True)
     ids = write_tokenizer(path, kind)
     write_processor(path, kind)
-    config = _mistral3(ids, dtype, text) if kind == "mistral3" else _config(kind, ids, dtype, text)
+    config = _MAKERS[kind](kind, ids, dtype, text)
     (path / "config.json").write_text(json.dumps(config))
     model_class: Any = getattr(transformers, _CLASSES[kind])
     model = model_class(transformers.AutoConfig.from_pretrained(path)).to(getattr(torch, dtype))
@@ -226,7 +231,8 @@ def make_image_checkpoint(path: Path, kind: str, *, seed: int = 0, dtype: str = 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_drawn(kind, name, parameter, generator))
-    tensors = {name: stored_form(kind, name, tensor) for name, tensor in model.state_dict().items()}
+        gemma_images.draw_buffers(model, generator)
+    tensors = {stored_name(kind, name): stored_form(kind, name, tensor) for name, tensor in model.state_dict().items()}
     if config["tie_word_embeddings"]:
         del tensors["lm_head.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -240,6 +246,14 @@ def largest_embeddings(kind: str) -> int:
     return tokens * rows * 4 * int(_TEXT["hidden_size"])
 
 
+def stored_name(kind: str, name: str) -> str:
+    """Return the name of a tensor as published: the 12B of Gemma 4 has two parts in place of one."""
+    if kind != "gemma4_unified":
+        return name
+    name = name.replace("embed_vision.", "vision_embedder.")
+    return name.replace("vision_embedder.multimodal_embedder.", "embed_vision.")
+
+
 def stored_form(kind: str, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor as published: Qwen3-VL's fused experts have inputs before outputs."""
     is_transposed = kind == "qwen3_vl_moe" and ".mlp.experts." in name
@@ -249,7 +263,8 @@ def stored_form(kind: str, name: str, tensor: Tensor) -> Tensor:
 def write_processor(path: Path, kind: str) -> None:
     """Write the files of the image processor of a kind."""
     is_pixtral = kind == "mistral3"
-    (path / "preprocessor_config.json").write_text(json.dumps(PIXTRAL if is_pixtral else PROCESSOR))
+    fields = PIXTRAL if is_pixtral else gemma_images.PROCESSOR if kind in gemma_images.CLASSES else PROCESSOR
+    (path / "preprocessor_config.json").write_text(json.dumps(fields))
     if is_pixtral:
         whole = {**PIXTRAL_TOKENS, "patch_size": 14, "processor_class": "PixtralProcessor", "spatial_merge_size": 2}
         (path / "processor_config.json").write_text(json.dumps(whole))
@@ -301,7 +316,12 @@ class ImageReference:
         self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
         self.model.eval()
         self.model.generation_config.eos_token_id = None
-        self.processor: Any = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
+        self.gemma: GemmaProcessor | None = None
+        if self.config["model_type"].startswith("gemma"):
+            fields = json.loads((directory / "preprocessor_config.json").read_text())
+            self.gemma = GemmaProcessor(self.config, fields)
+        else:
+            self.processor: Any = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
         self.tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
 
     @property
@@ -317,9 +337,11 @@ class ImageReference:
         """Return the tower's inputs, and grids [images, 3] of images of any sizes and modes.
 
         The inputs are patches [patches, columns] float32, or Pixtral's padded images [images, 3, height, width], whose
-        grids are heights and widths [images, 2].
+        grids are heights and widths [images, 2]. Gemma has padded patches, and their positions in place of grids.
         """
         images = [_on_white(image) for image in images]
+        if self.gemma is not None:
+            return self.gemma.processed([image.convert("RGB") for image in images])
         if self.is_pixtral:
             batch = self.processor(list(images), patch_size={"height": 28, "width": 28}, return_tensors="pt")
             return batch["pixel_values"], torch.as_tensor(batch["image_sizes"])
@@ -333,15 +355,25 @@ class ImageReference:
         if self.is_pixtral:
             output = self.model.model.get_image_features(values, image_sizes=grids, vision_feature_layer=-1)
             return torch.cat(output.pooler_output), ()
+        if self.gemma is not None:
+            return torch.cat(list(self.model.model.get_image_features(values, grids).pooler_output)), ()
         output = self.model.model.visual(values, grid_thw=grids)
         return output.pooler_output, getattr(output, "deepstack_features", None) or ()
 
     def tokens_of(self, image: Image.Image) -> list[int]:
         """Return the tokens in place of an image's placeholder."""
+        if self.gemma is not None:
+            rows, columns = self.gemma.grid(_on_white(image).convert("RGB"))
+            return [self.gemma.before, *[self.image_token_id] * (rows * columns), self.gemma.behind]
         *_, height, width = self.processed([image])[1][0].tolist()
         if self.is_pixtral:
             return self._pixtral_tokens(height // 28, width // 28)
         return [self.image_token_id] * (height * width // MERGE_SIZE**2)
+
+    def num_tokens(self, image: Image.Image) -> int:
+        """Return the tokens of an image, without text around them."""
+        tokens = self.tokens_of(image)
+        return len(tokens) if self.gemma is None else tokens.count(self.image_token_id)
 
     def prompt(self, *parts: str | Image.Image) -> tuple[list[int], Images]:
         """Return token ids with all tokens of images, and the spans of the images, without digests."""
@@ -350,6 +382,10 @@ class ImageReference:
         for part in parts:
             if isinstance(part, str):
                 ids += self.tokenizer.encode(part, add_special_tokens=False)
+                continue
+            if self.gemma is not None:
+                spans.append(ImageSpan(len(ids) + 1, *self.gemma.grid(part.convert("RGB")), bytes(32)))
+                ids += self.tokens_of(part)
                 continue
             *_, height, width = self.processed([part])[1][0].tolist()
             if self.is_pixtral:
@@ -372,28 +408,55 @@ class ImageReference:
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
         """Return logits [tokens, vocabulary] of a prompt, computed at once."""
-        logits: Tensor = self.model(**self._inputs(ids, images), use_cache=False).logits[0]
+        inputs = self._inputs(ids, images)
+        if self.config["model_type"] == "gemma4_unified":  # its forward pass makes the masks of other sizes
+            shape = torch.empty(1, len(ids), 0)
+            mask = inputs.pop("attention_mask")
+            types = inputs["mm_token_type_ids"]
+            positions = torch.arange(len(ids))[None]
+            inputs["attention_mask"] = self.model.create_masks_for_generate(
+                self.model.config, shape, mask, None, positions, mm_token_type_ids=types
+            )
+        logits: Tensor = self.model(**inputs, use_cache=False).logits[0]
         return logits
 
     def greedy(self, ids: Sequence[int], images: Sequence[Image.Image], num_tokens: int) -> list[int]:
         """Return the most likely tokens after a prompt; an end of text does not end it."""
         if not images:
             return reference_greedy(self.model, list(ids), num_tokens)
+        if self.gemma is not None:
+            whole = list(ids)
+            for _ in range(num_tokens):
+                whole.append(int(self.logits(whole, images)[-1].argmax()))
+            return whole[len(ids) :]
         output = self.model.generate(
             **self._inputs(ids, images), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
         )
         tokens: list[int] = output[0, len(ids) :].tolist()
         return tokens
 
-    def _inputs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Tensor]:
+    def _inputs(self, ids: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
         inputs = torch.tensor([list(ids)])
         given = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}
+        if self.is_pixtral and len(images) == 1 and ids.count(self.image_token_id) == 1:
+            return {"inputs_embeds": self._embedded(inputs, images[0]), "attention_mask": torch.ones_like(inputs)}
         if not self.is_pixtral:
             given["mm_token_type_ids"] = (inputs == self.image_token_id).to(torch.int32)
         if images:
-            grids = "image_sizes" if self.is_pixtral else "image_grid_thw"
+            grids = (
+                "image_sizes" if self.is_pixtral else "image_grid_thw" if self.gemma is None else "image_position_ids"
+            )
             given["pixel_values"], given[grids] = self.processed(images)
         return given
+
+    def _embedded(self, inputs: Tensor, image: Image.Image) -> Tensor:
+        """Return the embeddings of a prompt whose only image has one token, whose values the library would split.
+
+        It splits several images correctly, so the image is encoded beside itself.
+        """
+        embeddings: Tensor = self.model.get_input_embeddings()(inputs)
+        embeddings[inputs == self.image_token_id] = self.features([image, image])[0][:1]
+        return embeddings
 
 
 def _on_white(image: Image.Image) -> Image.Image:
@@ -424,7 +487,7 @@ def _deepstack(kind: str) -> list[int]:
     return [0, 1, 2] if kind in DEEPSTACK else []
 
 
-def _mistral3(ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str, Any]:
+def _mistral3(kind: str, ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str, Any]:
     return {
         "architectures": [_CLASSES["mistral3"]],
         "image_token_index": ids["[IMG]"],
@@ -439,15 +502,25 @@ def _mistral3(ids: dict[str, int], dtype: str, text: dict[str, Any]) -> dict[str
     }
 
 
+_MAKERS = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _config),
+    "mistral3": _mistral3,
+    **dict.fromkeys(gemma_images.CLASSES, gemma_images.gemma4_config),
+}
+
+
 def write_tokenizer(path: Path, kind: str = "qwen3_vl") -> dict[str, int]:
     """Write a byte-level tokenizer with a chat template; return the ids of its special tokens by name."""
-    tokens = tuple(PIXTRAL_TOKENS.values()) if kind == "mistral3" else VISION_TOKENS
+    is_gemma = kind in gemma_images.CLASSES
+    tokens = (
+        tuple(PIXTRAL_TOKENS.values()) if kind == "mistral3" else gemma_images.TOKENS if is_gemma else VISION_TOKENS
+    )
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     assert tokenizer.get_vocab_size() <= VOCABULARY
     write(path, tokenizer, eos_token="<|im_end|>")
-    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "[IMG]")
-    (path / "chat_template.jinja").write_text(template if kind == "mistral3" else CHAT_TEMPLATE)
+    shown = "[IMG]" if kind == "mistral3" else "<|image|>" if is_gemma else SHOWN
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace(SHOWN, shown))
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     return {token: vocabulary[token] for token in (*tokens, "<|im_end|>")}
 
@@ -461,6 +534,8 @@ def _drawn(kind: str, name: str, parameter: Tensor, generator: torch.Generator) 
     if parameter.dim() == 1:
         return 0.3 * noise
     if "embed" in name and "patch_embed" not in name:
+        return noise
+    if name.endswith(("position_embedding_table", "pos_embedding")):
         return noise
     fan_in = parameter[0].numel() if "patch_" in name else parameter.shape[-1]
     return noise.mul(1.3 / math.sqrt(fan_in))

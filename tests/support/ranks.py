@@ -18,6 +18,7 @@ from stepper import Running, Stepper
 from triton_interpreter import make_interpreter_faster
 
 import runner
+from pdserve.adapters.adapter import Adapter, AdapterSlot
 from pdserve.config.node_config import NodeConfig
 from pdserve.images import EncodedImage, Images
 from pdserve.logprobs import TokenLogprobs
@@ -36,6 +37,8 @@ class Case(msgspec.Struct, frozen=True):
     chunk: int = 1 << 30  # tokens of a prompt in one step
     images: tuple[Images, ...] = ()  # by prompt; empty: none has any
     pixels: tuple[EncodedImage, ...] = ()
+    adapters: tuple[Adapter, ...] = ()  # loaded into the slots from 0 on
+    adapter_slots: tuple[int, ...] = ()  # by prompt; empty: all have the base
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -68,10 +71,19 @@ def answer_of(case: Case, rank: int = 0, rendezvous: str | int = "") -> Answer:
     stepper = Stepper(model_runner)
     stepper.samples = config.position.is_last
     stepper.pixels = {image.digest: image for image in case.pixels}
+    for slot, adapter in enumerate(case.adapters):
+        model_runner.load_adapter(adapter)
+        stepper.filling.append(AdapterSlot(slot, adapter.digest))
     generated: list[Running] = []
     for sampling in case.samplings:
         generated += stepper.generate(
-            case.prompts, case.num_tokens, sampling, case.chunk, stagger=1, images=case.images
+            case.prompts,
+            case.num_tokens,
+            sampling,
+            case.chunk,
+            stagger=1,
+            images=case.images,
+            adapter_slots=case.adapter_slots,
         )
     num_blocks = model_runner.kv_layout.num_blocks
     getattr(model_runner, "_parallel").all_reduce_min(0)  # noqa: B009  # the last stage may still send tokens

@@ -6,12 +6,14 @@ served.check(conversations(1, 8))       # tokens, log-probabilities, texts and u
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gemma_images
 import httpx
 import torch
 from answers import Answer
@@ -21,9 +23,17 @@ from image_checkpoints import PIXTRAL_TOKENS, VISION_TOKENS, ImageReference
 from machine import patience
 
 BLOCK = 16  # tokens
-FLAGS = ("--block-size", str(BLOCK), "--max-batch-tokens", "48", "--max-num-seqs", "8", "--max-model-len", "4096")
+FLAGS = ("--block-size", str(BLOCK), "--max-num-seqs", "8", "--max-model-len", "4096")
+BATCH_TOKENS = 48  # less than many images have
 OUTPUT = 16  # tokens of an answer
 TOLERANCE = 1e-3  # largest difference of log-probabilities
+
+
+def flags_of(directory: Path) -> tuple[str, ...]:
+    """Return the flags of a node. A step of Gemma has room for a whole image beside decodes."""
+    kind = json.loads((directory / "config.json").read_text())["model_type"]
+    tokens = gemma_images.MOST_TOKENS + 10 if kind.startswith("gemma") else BATCH_TOKENS
+    return (*FLAGS, "--max-batch-tokens", str(tokens))
 
 
 class Served:
@@ -37,6 +47,7 @@ class Served:
         if fleet.prefill:
             fleet.wait_until(lambda: all(self._is_connected(node) for node in fleet.decode), 30.0)
         names = PIXTRAL_TOKENS.values() if self.reference.is_pixtral else VISION_TOKENS
+        names = names if self.reference.gemma is None else gemma_images.TOKENS
         tokens = self.reference.tokenizer.convert_tokens_to_ids(list(names))
         self._vision_tokens = frozenset(tokens)
 
@@ -63,7 +74,7 @@ class Served:
         answer.add(response)
         assert response["prompt_token_ids"] == ids
         assert answer.prompt_tokens == len(ids)
-        assert answer.image_tokens == sum(len(self.reference.tokens_of(image)) for image in images)
+        assert answer.image_tokens == sum(map(self.reference.num_tokens, images))
         choice = answer.choices[0]
         tokens = choice.token_ids
         end = next((at for at, token in enumerate(tokens) if token in self._vision_tokens), len(tokens) - 1)

@@ -13,7 +13,8 @@ from itertools import islice
 
 import torch
 
-from pdserve.images import EncodedImage, Images
+from pdserve.adapters.adapter import NO_ADAPTER_SLOT, AdapterSlot
+from pdserve.images import EncodedImage, Images, tokens_to_end
 from pdserve.kv.groups import NULL_BLOCK, first_block
 from pdserve.kv.states import NO_SLOT
 from pdserve.logprobs import PromptLogprobs
@@ -38,6 +39,7 @@ class Running:
     state_slot: int = NO_SLOT
     samples: list[Sample] = field(default_factory=list)  # samples of this choice
     images: Images = ()
+    adapter_slot: int = NO_ADAPTER_SLOT
     others: list[list[Sample]] = field(default_factory=list)  # per step, all choices where several were drawn
 
     @property
@@ -50,6 +52,7 @@ class Stepper:
         self.runner = runner
         self.free = list(range(runner.kv_layout.num_blocks))
         self.samples = True  # False: the runner is of an earlier pipeline stage, whose tokens are not known here
+        self.whole_images = False  # a step computes all tokens of an image
         self.keeps_windows = False  # keep blocks behind windows: other sequences begin with them
         self.num_freed = 0  # blocks behind windows
         random.Random(seed).shuffle(self.free)
@@ -59,6 +62,7 @@ class Stepper:
         self.live: dict[int, Running] = {}
         self.scored: dict[int, list[PromptLogprobs]] = {}  # by sequence
         self.pixels: dict[bytes, EncodedImage] = {}  # by digest, of the images of all prompts
+        self.filling: list[AdapterSlot] = []  # slots of adapters that the next step fills
         self.encoded: list[bytes] = []  # digests, in the order of encoding
         self._embedded: set[bytes] = set()
         self._yielded: dict[int, tuple[int, ...]] = {}  # tokens of the last decode with drafts
@@ -74,10 +78,12 @@ class Stepper:
         prompt_len: int | None = None,
         choice: int = 0,
         images: Images = (),
+        adapter_slot: int = NO_ADAPTER_SLOT,
     ) -> int:
         seq = self._next
         self._next += 1
         self.live[seq] = Running(list(tokens), prompt_len or len(tokens), sampling, choice, images=images)
+        self.live[seq].adapter_slot = adapter_slot
         return seq
 
     def finish(self, seq: int) -> Running:
@@ -91,7 +97,7 @@ class Stepper:
     def preempt(self, seq: int) -> int:
         """Drop a sequence's KV and add its tokens as a new sequence; return the new number."""
         old = self.finish(seq)
-        new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice, old.images)
+        new = self.add(old.tokens, old.sampling, old.prompt_len, old.choice, old.images, old.adapter_slot)
         self.live[new].samples = old.samples
         return new
 
@@ -111,6 +117,9 @@ class Stepper:
         new_blocks = []
         for seq, sequence in self.live.items():
             count = min(chunk, len(sequence.tokens) - sequence.computed)
+            if self.whole_images:
+                last = sequence.computed + count - 1
+                count = last + tokens_to_end(sequence.images, last) - sequence.computed
             blocks = self._extend(sequence, sequence.computed + count)
             ends = sequence.computed + count == len(sequence.tokens)
             if seq not in self._known:
@@ -128,6 +137,7 @@ class Stepper:
                         choice=sequence.choice,
                         state_slot=sequence.state_slot,
                         images=sequence.images,
+                        adapter_slot=sequence.adapter_slot,
                     )
                 )
             elif blocks:
@@ -143,9 +153,11 @@ class Stepper:
             new=tuple(new),
             scheduled=tuple(scheduled),
             new_blocks=tuple(new_blocks),
+            adapters=tuple(self.filling),
         )
         self._step += 1
         self._finished = []
+        self.filling = []
         output = self.runner.launch(plan).result()
         assert output.step == plan.step
         token_ids = output.token_ids
@@ -214,19 +226,22 @@ class Stepper:
         chunk: int = 1 << 30,
         stagger: int = 0,
         images: Sequence[Images] = (),
+        adapter_slots: Sequence[int] = (),
     ) -> list[Running]:
         """Run prompts together, each until it has ``num_tokens`` outputs; they arrive ``stagger`` steps apart.
 
-        ``images``: the images of each prompt; their ``pixels`` are known. Empty: no prompt has any.
+        ``images``: the images of each prompt; their ``pixels`` are known. Empty: no prompt has any. ``adapter_slots``:
+        the slot of each prompt's adapter. Empty: all have the base.
         """
-        waiting = list(zip(prompts, images or [()] * len(prompts), strict=True))
+        slots = adapter_slots or [NO_ADAPTER_SLOT] * len(prompts)
+        waiting = list(zip(prompts, images or [()] * len(prompts), slots, strict=True))
         seqs: list[int] = []
         results: dict[int, Running] = {}
         step = 0
         while waiting or len(results) < len(prompts):
             while waiting and (stagger == 0 or step >= stagger * len(seqs)):
-                prompt, spans = waiting.pop(0)
-                seqs.append(self.add(prompt, sampling, images=spans))
+                prompt, spans, slot = waiting.pop(0)
+                seqs.append(self.add(prompt, sampling, images=spans, adapter_slot=slot))
             self.step(chunk)
             step += 1
             for seq in [s for s in seqs if s in self.live and len(self.live[s].output) == num_tokens]:

@@ -106,6 +106,33 @@ def _refused(problem: str) -> Resolved[ImageSettings]:
     return Resolved(ImageSettings(problem=problem), problem and f"images are refused: {problem}", ImageMode.NONE)
 
 
+def with_whole_images(
+    settings: ImageSettings,
+    options: NodeOptions,
+    model: ModelConfig,
+    max_batch_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> Resolved[ImageSettings]:
+    """Return the settings, or those of text only if a step may lack room for the tokens of an image.
+
+    That is for models that compute these tokens together. Raises ConfigError if ``images`` is on.
+    """
+    if settings.mode is not ImageMode.TOWER or settings.accepted is None or not model.whole_images:
+        return Resolved(settings)
+    tokens = largest_image(settings.accepted, max_model_len)
+    decodes = (max_num_seqs - 1) * (1 + options.max_drafts)
+    if tokens + decodes <= max_batch_tokens:
+        return Resolved(settings)
+    problem = (
+        f"max_batch_tokens {max_batch_tokens} has no room for an image of {tokens} tokens, which a step of this model "
+        f"computes together, beside {decodes} decodes; give at least {tokens + decodes}"
+    )
+    if options.images == ON:
+        raise ConfigError(f"images on: {problem}, or leave --images out, for text only")
+    return _refused(problem)
+
+
 def describe_images(config: NodeConfig) -> str:
     """Describe what a node does with images; empty for a checkpoint of a text model."""
     accepted = config.image_input

@@ -41,7 +41,7 @@ class GenerateEndpoint(ModelEndpoint[GenerateBodyT]):
         body = await dialect.complete(body, admission.owner)
         model = accounting.use_model(service.find(body.model))
         accounting.use_id(body.request_id)
-        prepared = await dialect.prepare(body, model)
+        prepared = (await dialect.prepare(body, model)).with_adapter(model.adapter)
         options = self._options(body, prepared, admission, accounting)
         accounting.prepared()
         headers = [*admission.reserve(_work(prepared.jobs)), *accounting.id_headers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from pdserve.errors import RequestError
 from pdserve.logs import request_fields
 from router.dialect.answer_writer import AnswerWriter
 from router.dialect.dialect import BodyT
@@ -38,6 +39,8 @@ class PoolingEndpoint(ModelEndpoint[BodyT]):
         service = self._service
         dialect = self._dialect
         model = accounting.use_model(service.find(body.model))
+        if model.adapter:
+            raise RequestError(f"{model.name!r} is an adapter, which generates only; use {model.base!r}", "model")
         limits = model.fleet.limits(dialect.tasks)
         prompts = await dialect.prompts(body, model.encoder, limits)
         dimensions = dialect.dimensions(body)

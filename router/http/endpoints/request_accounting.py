@@ -92,7 +92,7 @@ class RequestAccounting:
     def use_model(self, model: ServedModel) -> ServedModel:
         """Note the model of the request, and return it."""
         self.model = model.name
-        self.metrics = self._metrics.of(model.name)
+        self.metrics = self._metrics.of(model.base)
         return model
 
     @property

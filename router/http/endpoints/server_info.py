@@ -90,7 +90,7 @@ def add_server_routes(app: FastAPI, service: Service) -> None:
         if not enabled:
             raise EndpointDisabled("/tokenizer_info is off; start the router with --enable-tokenizer-info-endpoint")
         query = msgspec.convert(dict(request.query_params), TokenizerInfoQuery)
-        return json_response(infos[service.find(query.model).name])
+        return json_response(infos[service.find(query.model).base])
 
 
 def _model_info(service: Service, model: ServedModel) -> ModelInfo:

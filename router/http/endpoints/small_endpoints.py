@@ -44,6 +44,7 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     root: str
+    parent: str | None  # the base of an adapter
     max_model_len: int | None
     architecture: Architecture
 
@@ -144,13 +145,16 @@ def add_info_routes(app: FastAPI, service: Service) -> None:
             created=created,
             owned_by="pdserve",
             root=model.root,
+            parent=model.base if model.adapter else None,
             max_model_len=max_model_len,
             architecture=Architecture(["text"] if model.fleet.image_input is None else ["text", "image"], ["text"]),
         )
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response(ModelList("list", [card(name, model) for name, model in service.names.items()]))
+        cards = [card(name, model) for name, model in service.names.items()]
+        cards += [card(model.name, model) for model in service.adapted]
+        return json_response(ModelList("list", cards))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:

@@ -1,4 +1,4 @@
-"""Attention of several tokens per sequence over the paged cache: causal, in tiles of queries (arXiv 2307.08691)."""
+"""Attention of several tokens per sequence over the paged cache, in tiles of queries (arXiv 2307.08691)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def _attend(
     end,
     first_key,  # first key that a query sees, with a window: pages before it may belong to another sequence by now
     positions,  # [BLOCK_ROWS] of the queries
+    reach,  # [BLOCK_ROWS]: the last key that each query sees
     keys_of_head,
     page_stride,
     v_stride,
@@ -87,7 +88,7 @@ def _attend(
             scores = tl.dot(rope_queries, rope_k, scores, input_precision="ieee")
             v = tl.trans(k)
         if MASKED:
-            seen = keys[None, :] <= positions[:, None]
+            seen = keys[None, :] <= reach[:, None]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -118,6 +119,7 @@ def _prefill_attention_kernel(
     seq_lens,  # [rows] int32
     out,  # out [tokens, KV_HEADS * GROUP, HEAD_DIM]
     sinks,  # [KV_HEADS * GROUP] scores without a value, read if HAS_SINKS
+    later,  # [tokens] int32: how many later tokens each token sees, read if HAS_LATER
     scale,  # scale of scores, times log2(e) and the scale of keys in an FP8 cache
     v_scale,  # scale of values in an FP8 cache
     rows,
@@ -128,6 +130,7 @@ def _prefill_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens, 0 for none
     HAS_SINKS: tl.constexpr,
+    HAS_LATER: tl.constexpr,
     FEW: tl.constexpr,  # sequences with at most this many queries are skipped
     BLOCK_GROUP: tl.constexpr,  # GROUP or the next power of two
     BLOCK_QUERIES: tl.constexpr,
@@ -166,18 +169,24 @@ def _prefill_attention_kernel(
         top, total = sinks_of_rows(sinks + kv_head * GROUP, members % BLOCK_GROUP, GROUP)
     result = tl.zeros((BLOCK_QUERIES * BLOCK_GROUP, HEAD_DIM), tl.float32)
     first_position = seq_len - num_queries + first
-    end = tl.minimum(first_position + BLOCK_QUERIES, seq_len)
+    end = first_position + BLOCK_QUERIES
+    reach = positions
+    if HAS_LATER:
+        reach += tl.load(later + query_start + queries_at, mask=queries_at < num_queries, other=0)
+        end = tl.maximum(end, tl.max(reach, axis=0) + 1)
+    end = tl.minimum(end, seq_len)
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
     else:
         begin = (first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
         top, total, result = _attend(
-            queries, rope_queries, top, total, result, 0, begin, 0, positions, keys_of_head, page_stride, v_stride,
-            pages, seq_len, scale, HEAD_DIM, ROPE_DIM, PAGE_SIZE, WINDOW, False, BLOCK_KEYS, DOT,
+            queries, rope_queries, top, total, result, 0, begin, 0, positions, reach, keys_of_head, page_stride,
+            v_stride, pages, seq_len, scale, HEAD_DIM, ROPE_DIM, PAGE_SIZE, WINDOW, False, BLOCK_KEYS, DOT,
         )  # fmt: skip
     top, total, result = _attend(
-        queries, rope_queries, top, total, result, begin, end, first_position - WINDOW + 1, positions, keys_of_head,
-        page_stride, v_stride, pages, seq_len, scale, HEAD_DIM, ROPE_DIM, PAGE_SIZE, WINDOW, True, BLOCK_KEYS, DOT,
+        queries, rope_queries, top, total, result, begin, end, first_position - WINDOW + 1, positions, reach,
+        keys_of_head, page_stride, v_stride, pages, seq_len, scale, HEAD_DIM, ROPE_DIM, PAGE_SIZE, WINDOW, True,
+        BLOCK_KEYS, DOT,
     )  # fmt: skip
     result = result / tl.maximum(total, 1.0)[:, None]  # the top score counts as 1; less only if no key is stored
     if cache.dtype.element_ty == tl.float8e4nv:
@@ -195,8 +204,11 @@ def prefill_attention(
     scales: KVScales = UNSCALED,
     sinks: Tensor | None = None,
     q_rope: Tensor | None = None,
+    few: int | None = None,
 ) -> None:
-    """Write the attention output of queries ``q`` to ``out``, for sequences with more than ``tiles.few`` tokens.
+    """Write the attention output of queries ``q`` to ``out``, for sequences with more than ``few`` tokens.
+
+    ``few`` None: ``tiles.few``.
 
     Both are [tokens, num_heads, head_dim]; cache is a layer's view [pages, num_kv_heads, 2, page_size, head_dim].
     ``scales`` belong to an FP8 cache, whose keys and values are multiplied as they are stored.
@@ -208,6 +220,7 @@ def prefill_attention(
     head_dim = q.shape[2]
     rows = batch.device_seq_lens.shape[0]
     options = tiles.prefill_options(spec.window)
+    later = batch.later.device if batch.later is not None and spec.whole_images else None
     _prefill_attention_kernel[(q.shape[0] // options["BLOCK_QUERIES"] + rows, kv_heads)](
         q,
         q if q_rope is None else q_rope,
@@ -220,6 +233,7 @@ def prefill_attention(
         batch.device_seq_lens,
         out,
         q if sinks is None else sinks,
+        q if later is None else later,
         spec.scale * math.log2(math.e) * scales.k,
         scales.v,
         rows,
@@ -230,6 +244,7 @@ def prefill_attention(
         PAGE_SIZE=page_size,
         WINDOW=spec.window or 0,
         HAS_SINKS=sinks is not None,
-        FEW=tiles.few,
+        HAS_LATER=later is not None,
+        FEW=tiles.few if few is None else few,
         **options,
     )

@@ -11,6 +11,7 @@ from pdserve.model.model_config import ModelConfig
 from pdserve.pausing import Pausing
 from runner.attention import AttentionBackend
 from runner.distributed.parallel_state import ParallelState
+from runner.models.adapters.slots import AdapterSlots
 from runner.models.decoder import Decoder
 from runner.models.layers.gemma4 import Gemma4Layer, PerLayerEmbedding
 from runner.models.layers.rotary import RotaryEmbedding
@@ -20,13 +21,21 @@ from runner.placement import TensorPlacement
 
 class Gemma4ForCausalLM(Decoder):
     layers: list[Any]  # Gemma4Layer
+    embeds_whole = True
 
-    def __init__(self, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ParallelState,
+        placement: TensorPlacement,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         gemma4 = config.gemma4
         assert gemma4 is not None
         self._groups = config.kv_cache_groups
-        super().__init__(config, parallel, placement)
+        super().__init__(config, parallel, placement, adapters)
         self._logit_cap = gemma4.logit_cap
+        self._padding = gemma4.padding
         self._scale = torch.tensor(config.hidden_size**0.5, dtype=placement.dtype, device=placement.device)
         sizes = {spec.window is None: config.heads_of(layer).head_dim for layer, spec in enumerate(config.attention)}
         self._rotary = {  # by whether layers have full attention
@@ -69,8 +78,10 @@ class Gemma4ForCausalLM(Decoder):
         rotary = {is_full: embedding(positions, None) for is_full, embedding in self._rotary.items()}
         hidden = inputs
         if self.embedding is not None:
-            hidden = self._parallel.all_reduce(self.embedding(inputs)) * self._scale
-        embedded = None if self._per_layer is None else self._per_layer(inputs, hidden)
+            hidden = self.images.embed(self._parallel.all_reduce(self.embedding(inputs)) * self._scale)
+        embedded = None
+        if self._per_layer is not None:
+            embedded = self._per_layer(self.images.text_ids(inputs, self._padding), hidden)
         *others, last = self.layers
         for number, layer in enumerate(others):
             hidden = layer(hidden, rotary[layer.is_full], backend, None if embedded is None else embedded[number])

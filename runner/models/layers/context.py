@@ -12,6 +12,8 @@ from pdserve.model.model_config import ModelConfig
 from pdserve.model.quantization.kept_weights import EXPERTS, METHODS
 from pdserve.model.quantization.layer_form import LayerForm
 from runner.distributed.parallel_state import ParallelState
+from runner.models.adapters.adapted_linear import AdaptedLinear
+from runner.models.adapters.slots import AdapterSlots
 from runner.models.layers.pointwise_ops import PointwiseOps
 from runner.models.layers.weight_shard import ShardRange
 from runner.models.quantization import (
@@ -33,18 +35,25 @@ class ModelContext:
     parallel: ParallelState
     placement: TensorPlacement
     ops: PointwiseOps
+    adapters: AdapterSlots | None = None  # None: the layers take no adapters
     layer: int = -1  # number in the whole model of the layer whose parts are being created
     #: A linear layer of each shape and form, for warming up; by inputs, outputs and form.
     linears: dict[tuple[int, int, LayerForm | None], LinearMethod] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, config: ModelConfig, parallel: ParallelState, placement: TensorPlacement) -> ModelContext:
+    def build(
+        cls,
+        config: ModelConfig,
+        parallel: ParallelState,
+        placement: TensorPlacement,
+        adapters: AdapterSlots | None = None,
+    ) -> ModelContext:
         ops = PointwiseOps
         if placement.use_triton:  # Triton is imported only where it is used
             from runner.models.layers.triton_ops import TritonPointwiseOps
 
             ops = TritonPointwiseOps
-        return cls(config, parallel, placement, ops(config.rms_norm_eps, parallel))
+        return cls(config, parallel, placement, ops(config.rms_norm_eps, parallel), adapters)
 
     @property
     def position(self) -> RankPosition:
@@ -61,7 +70,13 @@ class ModelContext:
         out_features = sum(output.size for output in outputs.values())
         linear = self.quantized_linear(in_features, out_features, form, bias)
         self.linears[in_features, out_features, form] = linear
-        return linear
+        return self.adapted(linear, in_features, outputs)
+
+    def adapted(self, linear: LinearMethod, in_features: int, outputs: Mapping[str, ShardRange]) -> LinearMethod:
+        """Return the layer with adapters around it; the layer itself if the model takes none."""
+        if self.adapters is None:
+            return linear
+        return AdaptedLinear(linear, self.adapters.add(in_features, [output.size for output in outputs.values()]))
 
     def quantized_linear(
         self, in_features: int, out_features: int, form: LayerForm | None, bias: bool = False

@@ -51,9 +51,11 @@ class GatedDeltaNet:
         order = {name: shard_rows for name, (shard_rows, _) in ranges.items()}
         self._qkvz = MergedColumnParallelLinear(context, hidden_size, inputs, False, order)
         # Betas and decays: 2 outputs per head, unquantized in all checkpoints.
-        self._ba = UnquantizedLinearMethod(hidden_size, 2 * spec.value_heads, False, placement)
-        context.linears[hidden_size, 2 * spec.value_heads, None] = self._ba
+        ba = UnquantizedLinearMethod(hidden_size, 2 * spec.value_heads, False, placement)
+        context.linears[hidden_size, 2 * spec.value_heads, None] = ba
         self._ba_ranges = rows.merged_ba() if merged else rows.separate_ba()
+        of_ba = {name: ShardRange(0, len(shard_rows), size) for name, (shard_rows, size) in self._ba_ranges.items()}
+        self._ba = context.adapted(ba, hidden_size, of_ba)
         self._hidden_size = hidden_size
         self._out = RowParallelLinear(context, "out_proj", ShardRange.even(values, position), hidden_size, False)
         self._norm = torch.empty(spec.value_dim, device=placement.device, dtype=placement.dtype)

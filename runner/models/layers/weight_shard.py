@@ -90,6 +90,9 @@ class WeightShard:
 
     def pieces_of(self, full: Any, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield rows of ``memory`` and what they hold of a full tensor; about ``most`` values of it at a time."""
+        if not self.memory.dim():
+            yield self.memory, full[()]
+            return
         num_rows = self.memory.shape[0]
         unit = 1 if self.order is None else len(self.order)
         height = max(1, most // max(1, prod(self.full_shape[1:])) // unit) * unit
@@ -115,6 +118,24 @@ class WeightShard:
             return part
         heads = part.reshape(-1, len(self.order), *part.shape[1:])
         return heads[:, self.order.to(part.device)].reshape(part.shape)
+
+
+@dataclass(frozen=True)
+class AdapterPlace(WeightShard):
+    """Where a shard's adapters change one projection. ``memory`` [outputs, inputs] is meta: only its shape counts.
+
+    It is yielded beside the projection's weights, so that it has their ranges and orders. No checkpoint has a tensor of
+    this name.
+    """
+
+    linear: int = 0  # number of the linear layer on this rank
+    member: int = 0  # number of the projection in it
+
+    def shares_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this shard's parts of A [rank, in_features] and B [out_features, rank]."""
+        if self.dim == 1:
+            return a[:, self.start : self.start + self.memory.shape[1]], b
+        return a, self.part_of(b)
 
 
 def row_runs(rows: Tensor) -> list[tuple[int, int, int]]:

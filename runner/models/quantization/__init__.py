@@ -34,10 +34,7 @@ class LinearMethod(ABC):
 
     Fill all ``weight_shards``, then call ``process_weights_after_loading``, then ``apply``.
 
-    Adapters per request (LoRA) do not exist. Their place is a method around this one, which ``ModelContext.linear``
-    creates: y + B(A x) with the A and B of each token's adapter, ``quantized_group`` 0, and the adapters' numbers at a
-    fixed address, as CUDA graphs need. A request names its adapter by a field of ``BodyParams``
-    (pdserve/sampling_params.py), which ``for_kv`` there keeps, and ``root_hash`` (pdserve/hashing.py) includes it.
+    Adapters per request (LoRA) are a method around this one: ``AdaptedLinear`` in runner/models/adapters.
     """
 
     bias: Tensor | None  # [out_features]

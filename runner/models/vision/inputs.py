@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model.towers.vision_config import VisionConfig
+from runner.batch import LaterTokens
 from runner.placement import TensorPlacement
 
 
@@ -20,6 +21,15 @@ class NoImageInputs:
     def has_images(self) -> bool:
         """Whether the next step has tokens of images, so that it must not run as a CUDA graph."""
         return False
+
+    @property
+    def later(self) -> LaterTokens | None:
+        """How many later tokens the next step's tokens see; None: none of them any."""
+        return None
+
+    def text_ids(self, token_ids: Tensor, padding: int) -> Tensor:
+        """Return the token ids [tokens] of the step, with ``padding`` in place of those of images."""
+        return token_ids
 
     def positions(self, indices: Tensor) -> Tensor:
         """Return the positions to rotate by, of tokens with ``indices`` [tokens]: [tokens], or [3, tokens] by axis."""
@@ -55,9 +65,17 @@ class ImageInputs(NoImageInputs):
         no_values = torch.empty(0, config.out_hidden_size, dtype=placement.dtype, device=placement.device)
         self._nothing = no_rows, no_values, no_values.new_empty(len(config.deepstack), *no_values.shape)
         self._axes: Tensor | None = None
+        self._later: LaterTokens | None = None
         self._rows, self._values, self._deepstack = self._nothing
 
-    def begin(self, axes: Tensor | None, rows: Tensor, values: Tensor, deepstack: Tensor) -> None:
+    def begin(
+        self,
+        axes: Tensor | None,
+        rows: Tensor,
+        values: Tensor,
+        deepstack: Tensor,
+        later: LaterTokens | None = None,
+    ) -> None:
         """Give the next step its images. It must not run as a CUDA graph.
 
         ``axes``: offsets [3 (time, height, width), tokens] int64 of all tokens of the step, in place of ``offsets``;
@@ -65,22 +83,31 @@ class ImageInputs(NoImageInputs):
         their embeddings. ``deepstack`` [deepstack layers, k, hidden_size]. All are on the device.
         """
         self._axes = axes
+        self._later = later
         self._rows = rows
         self._values = values
         self._deepstack = deepstack
 
-    def begin_positions(self, axes: Tensor | None) -> None:
+    def begin_positions(self, axes: Tensor | None, later: LaterTokens | None = None) -> None:
         """Give the next step the offsets of its images, on a stage without embeddings; see ``begin``."""
-        self.begin(axes, *self._nothing)
+        self.begin(axes, *self._nothing, later)
 
     def end(self) -> None:
         """Forget what ``begin`` gave; ``offsets`` stay."""
         self._axes = None
+        self._later = None
         self._rows, self._values, self._deepstack = self._nothing
 
     @property
     def has_images(self) -> bool:
-        return self._axes is not None or len(self._rows) > 0
+        return self._axes is not None or self._later is not None or len(self._rows) > 0
+
+    @property
+    def later(self) -> LaterTokens | None:
+        return self._later
+
+    def text_ids(self, token_ids: Tensor, padding: int) -> Tensor:
+        return token_ids.index_fill(0, self._rows, padding) if len(self._rows) else token_ids
 
     def positions(self, indices: Tensor) -> Tensor:
         return indices + (self.offsets[: len(indices)] if self._axes is None else self._axes)
