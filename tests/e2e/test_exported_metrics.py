@@ -12,6 +12,7 @@ import httpx
 import pytest
 from exposition import documented_metrics, metrics_url, samples, scrape, value
 from fleet import MODEL_NAME, Fleet, NodeProcess, copy_without_weights, start_fleet
+from lora_adapters import make_adapter
 from machine import patience
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
@@ -28,7 +29,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     keys = directory / "keys.toml"
     keys.write_text(key_entry("alice", KEY))
     router = ["--api-keys", str(keys), "--metrics-port", "0", "--metrics-client-names"]
-    node = [*NODE, "--peer-timeout", f"{patience(2.0):g}"]
+    adapter = make_adapter(directory.parent / "adapter", directory, "all")
+    node = [*NODE, "--peer-timeout", f"{patience(2.0):g}", "--lora", f"formal={adapter}"]
     listed = directory / "sources"
     listed.touch()
     prefill = [*node, *SLOW, "--kv-source", f"file://{listed}"]
