@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pdserve.kv.layout import DTYPE_BYTES, KVLayout, KVShare
-from pdserve.kv.states import GatedDeltaSpec
+from pdserve.kv.states import HeadStateSpec
 from pdserve.records import DigestOrder, StepOutput, StepPlan
 from runner.kernels.reference import mix64
 from runner.kv_cache import KVCache
@@ -158,7 +158,7 @@ class StateDigester:
         share = states.share
         spec = layout.spec
         shards = share.num_shards
-        delta_bytes = spec.out_inputs * spec.key_dim * 4 if isinstance(spec, GatedDeltaSpec) else 0
+        delta_bytes = spec.out_inputs * spec.key_dim * 4 if isinstance(spec, HeadStateSpec) else 0
         of_channel = (spec.conv_width - 1) * DTYPE_BYTES[spec.dtype]
         # Bytes of a shard: the delta rule's, and those of each part of the convolution, such as queries.
         parts = (delta_bytes, *(channels * of_channel for channels in spec.conv_parts))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kv.layout import KVRegion
-from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
+from pdserve.kv.states import NO_SLOT, HeadStateSpec, StateLayout, StateShare
 from pdserve.records import NewSequence, StepOutput, StepPlan
 from runner.registered_memory import registrable_zeros
 from runner.step_parts import StepFeature, StepPart
@@ -31,7 +31,7 @@ class StateCache:
         conv = (spec.channels, spec.conv_width - 1)
         begins = range(0, layout.slot_bytes, spec.layer_bytes)
         self.delta: list[Tensor] = []
-        if isinstance(spec, GatedDeltaSpec):
+        if isinstance(spec, HeadStateSpec):
             delta = (spec.value_heads, spec.value_dim, spec.key_dim)
             self.delta = [self._view(begin, torch.float32, delta) for begin in begins]
         self.conv = [self._view(begin + spec.delta_bytes, getattr(torch, spec.dtype), conv) for begin in begins]

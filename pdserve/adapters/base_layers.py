@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pdserve.kv.states import GatedDeltaSpec
+from pdserve.kv.states import GatedDeltaSpec, Mamba2Spec
 from pdserve.model.model_config import NATIVE, ModelConfig
 
 _SHARED_EXPERT = ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM")  # architectures with a single shared expert
@@ -51,10 +51,8 @@ def adapters_problem(model: ModelConfig) -> str:
             "native family, or serve the merged weights"
         )
     if model.state is not None and not isinstance(model.state, GatedDeltaSpec):
-        return (
-            f"{model.architecture} has short convolutions or Mamba2 mixers, whose layers take no adapters; serve the merged "
-            "weights"
-        )
+        kind = "Mamba2 mixers" if isinstance(model.state, Mamba2Spec) else "short convolutions"
+        return f"{model.architecture} has {kind}, whose layers take no adapters; serve the merged weights"
     return ""
 
 

@@ -57,13 +57,18 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     @property
+    def channels(self) -> int:
+        """Inputs of the convolution."""
+        return sum(self.conv_parts)
+
+    @property
     def delta_bytes(self) -> int:
         """Bytes before the convolution's: 0 if the layer keeps nothing else."""
         return 0
 
     @property
     def conv_bytes(self) -> int:
-        return _aligned(sum(self.conv_parts) * (self.conv_width - 1) * DTYPE_BYTES[self.dtype])
+        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BYTES[self.dtype])
 
     @property
     def layer_bytes(self) -> int:
@@ -93,8 +98,8 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
 
-class GatedDeltaSpec(StateSpec, frozen=True, tag="gated_delta"):
-    """State of one gated delta net (arXiv:2412.06464) with a short convolution before it, per sequence.
+class HeadStateSpec(StateSpec, frozen=True):
+    """A matrix per value head beside the convolution's inputs.
 
     delta  [value_heads, value_dim, key_dim] float32
     """
@@ -105,12 +110,8 @@ class GatedDeltaSpec(StateSpec, frozen=True, tag="gated_delta"):
     value_dim: int
 
     @property
-    def channels(self) -> int:
-        """Inputs of the convolution: queries, keys and values, in this order."""
-        return sum(self.conv_parts)
-
-    @property
     def conv_parts(self) -> tuple[int, ...]:
+        """Channels of queries, keys and values."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.out_inputs
 
@@ -119,18 +120,9 @@ class GatedDeltaSpec(StateSpec, frozen=True, tag="gated_delta"):
         return _aligned(4 * self.value_heads * self.value_dim * self.key_dim)
 
     @property
-    def divisible(self) -> tuple[str, int]:
-        return "key heads of recurrent layers", self.key_heads
-
-    @property
     def out_inputs(self) -> int:
         """Inputs of the output projection: the values of all heads."""
         return self.value_heads * self.value_dim
-
-    def num_weights(self, hidden_size: int) -> int:
-        gates = self.out_inputs
-        betas_and_decays = 2 * self.value_heads
-        return hidden_size * (self.channels + gates + betas_and_decays + self.out_inputs)
 
     def split(self, shards: int) -> Self:
         """Return the spec of one of ``shards`` tensor shards, which divide the key heads."""
@@ -138,10 +130,21 @@ class GatedDeltaSpec(StateSpec, frozen=True, tag="gated_delta"):
         return msgspec.structs.replace(self, key_heads=self.key_heads // shards, value_heads=self.value_heads // shards)
 
 
-class Mamba2Spec(GatedDeltaSpec, frozen=True, tag="mamba2"):
-    """State of one Mamba2 mixer (arXiv:2405.21060) with a short convolution before it, per sequence.
+class GatedDeltaSpec(HeadStateSpec, frozen=True, tag="gated_delta"):
+    """State of one gated delta net (arXiv:2412.06464) with a short convolution before it, per sequence."""
 
-    delta  [value_heads, value_dim, key_dim] float32: the state space
+    @property
+    def divisible(self) -> tuple[str, int]:
+        return "key heads of recurrent layers", self.key_heads
+
+    def num_weights(self, hidden_size: int) -> int:
+        gates = self.out_inputs
+        betas_and_decays = 2 * self.value_heads
+        return hidden_size * (self.channels + gates + betas_and_decays + self.out_inputs)
+
+
+class Mamba2Spec(HeadStateSpec, frozen=True, tag="mamba2"):
+    """State of one Mamba2 mixer (arXiv:2405.21060) with a short convolution before it, per sequence.
 
     Names are those of linear attention, which the paper shows it to be: C are queries, B keys, inputs x values. A group
     that shares B and C is a key head, and ``key_dim`` is the size of the state of each value.

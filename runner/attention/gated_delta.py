@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pdserve.kv.states import GatedDeltaSpec
+from pdserve.kv.states import HeadStateSpec
 from runner.attention.recurrent import ConvStep, Recurrent
 from runner.batch import AttentionBatch, GatedDeltaWeights
 from runner.kernels.gated_delta_reference import DeltaInputs, delta_rule_chunks, delta_rule_step, gates_of, normed
@@ -59,7 +59,7 @@ class TorchGatedDelta(GatedDelta):
 
     def __init__(self, cache: StateCache) -> None:
         self._cache = cache
-        assert isinstance(cache.layout.spec, GatedDeltaSpec)
+        assert isinstance(cache.layout.spec, HeadStateSpec)
         self._spec = cache.layout.spec
         self._step: _Step | None = None
         self._between: dict[int, _Between] = {}  # by layer

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kv.states import NO_SLOT, GatedDeltaSpec
+from pdserve.kv.states import NO_SLOT, HeadStateSpec
 from runner.attention.gated_delta import GatedDelta
 from runner.batch import AttentionBatch, GatedDeltaWeights
 from runner.kernels.gated_delta import convolve, delta_rule, store_history
@@ -52,7 +52,7 @@ class TritonGatedDelta(GatedDelta):
     def __init__(self, cache: StateCache, max_num_seqs: int = 0, max_drafts: int = 0) -> None:
         """A step has at most ``max_num_seqs`` decodes, of ``max_drafts`` drafts each."""
         self._cache = cache
-        assert isinstance(cache.layout.spec, GatedDeltaSpec)
+        assert isinstance(cache.layout.spec, HeadStateSpec)
         self._spec = cache.layout.spec
         by_chunks = self._spec.dtype == "float32" or min(self._spec.key_dim, self._spec.value_dim) >= _LEAST_DIM
         self._most_short = max(MOST_SHORT, 1 + max_drafts) if by_chunks else 1 << 30

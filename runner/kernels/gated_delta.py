@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kv.states import AnyStateSpec, GatedDeltaSpec
+from pdserve.kv.states import HeadStateSpec, StateSpec
 from runner.batch import GatedDeltaWeights
 from runner.kernels.gated_delta_reference import NORM_EPS
 
@@ -404,7 +404,7 @@ def convolve(
     slots: Tensor,
     query_starts: Tensor,
     snapshots: Tensor | None,
-    spec: GatedDeltaSpec,
+    spec: HeadStateSpec,
     drafted: Tensor | None = None,
     bias: Tensor | None = None,
     normed: bool = True,
@@ -469,7 +469,7 @@ def store_history(
     slots: Tensor,
     query_starts: Tensor,
     ends: Tensor,
-    spec: AnyStateSpec,
+    spec: StateSpec,
     snapshots: Tensor | None = None,
     drafted: Tensor | None = None,
 ) -> None:

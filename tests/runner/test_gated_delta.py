@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.kv.states import NO_SLOT, GatedDeltaSpec, StateLayout, StateShare
+from pdserve.kv.states import NO_SLOT, AnyStateSpec, GatedDeltaSpec, StateLayout, StateShare
 from runner.attention.gated_delta import GatedDelta, TorchGatedDelta
 from runner.attention.triton_gated_delta import TritonGatedDelta
 from runner.batch import AttentionBatch, GatedDeltaWeights, RowSnapshot
@@ -36,7 +36,7 @@ def random(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def cache_of(spec: GatedDeltaSpec, num_slots: int, dtype: str = "float32") -> StateCache:
+def cache_of(spec: AnyStateSpec, num_slots: int, dtype: str = "float32") -> StateCache:
     """Return a cache of two layers with random states."""
     cache = StateCache(StateLayout(num_slots, 2, spec), DEVICE, StateShare(0, 2, 2, 0, 1))
     for layer, (delta, conv) in enumerate(zip(cache.delta, cache.conv, strict=True)):

@@ -50,7 +50,8 @@ def assert_greedy_tokens_are_exact(directory: Path, impl: str = "auto", max_mode
             sequences = stepper.generate(wanted, NUM_TOKENS, chunk=chunk, stagger=stagger)
             for prompt, sequence in zip(wanted, sequences, strict=True):
                 assert sequence.output == reference_greedy(reference, prompt, NUM_TOKENS)
-        assert outputs_after_prefix_hits(stepper, wanted[-1]) == [sequences[-1].output] * 2
+        if config.model.state is None:  # else hits begin with snapshots: test_recurrent_state.py
+            assert outputs_after_prefix_hits(stepper, wanted[-1]) == [sequences[-1].output] * 2
     finally:
         built.close()
 

@@ -70,7 +70,7 @@ _MORE: dict[str, dict[str, Any]] = {
     # Native. Other tests have their recurrent layers.
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _FULL),
     "lfm2": _FULL,
-    **dict.fromkeys(("bamba", "nemotron_h", "qwen4_exp", "recurrent_gemma", "zamba", "zamba2"), _NO_LAYER_TYPES),
+    **dict.fromkeys(("bamba", "qwen4_exp", "recurrent_gemma", "zamba", "zamba2"), _NO_LAYER_TYPES),
     "blenderbot": {"decoder_ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_layers": 3},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}},
     "dbrx": {
@@ -110,6 +110,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
     "mimo_v2_flash": {"v_head_dim": 8},
     "moshi": {"sliding_window": ...},
+    "nemotron_h": {**_NO_LAYER_TYPES, "sliding_window": ..., "mamba_num_heads": 8, "mamba_head_dim": 16},
     "plbart": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},
     "reformer": _DECODER,
     "whisper": {"decoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 1, "encoder_attention_heads": 4},
