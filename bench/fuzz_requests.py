@@ -86,6 +86,7 @@ LEAST_DRAFTING = 32  # tokens of a step of 8 sequences with 3 drafts each
 SMALL_CHUNKS = (16, 48, 64)  # beside nodes of V2: its interpreter takes seconds for a hundred tokens
 SMALL_LONGEST = 40  # tokens of a chat's texts there
 SMALL_TEXT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4}
+PREDICTING = ("qwen3_5", "qwen3_5_moe")  # families of which some checkpoints have a layer that makes drafts
 DEEPSTACK_LAYERS = 3  # text layers that a tower joins
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
@@ -117,13 +118,13 @@ COUNTERS = {  # counters of nodes since their last start
     "image_cache_hits": "images found encoded",
 }
 ADAPTERS = ("a", "b")  # names of models
-SLOTS = {"never": (0,), "sometimes": (0, 1, 2), "always": (1, 2)}  # of adapters, to draw from; 0: no adapters
+SLOTS = {"never": (0,), "sometimes": (0, 1, 2), "always": (1, 2)}  # numbers of slots to draw from; 0: no adapters
 LARGEST_RANK = "24"
 REPEATED = 0.4  # share of requests with the prompt of an earlier one, which may have another adapter
 REFUSED = "refused"  # the only choice's finish reason of a request that the router refuses
 
 Body = dict[str, Any]
-Clients = Mapping[str, httpx.AsyncClient]  # of references, by the model that requests name
+Clients = Mapping[str, httpx.AsyncClient]  # clients of references, by the model that requests name
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class FleetPlan:
     towers: tuple[bool, bool] = (False, False)  # whether each node D encodes images
     one_image: bool = False  # caches of embeddings hold one image of the largest size
     chunk: int = CHUNK
-    slots: int = 0  # of adapters on each node; 0: no adapters
+    slots: int = 0  # slots of adapters on each node; 0: no adapters
     adapter_kinds: tuple[str, str] = ("all", "all")
 
     @classmethod
@@ -182,7 +183,7 @@ class FleetPlan:
         return replace(
             self,
             vocabulary=VOCABULARY,
-            predicts=self.drafts and self.family != "qwen3_vl" and rng.random() < 0.5,
+            predicts=self.drafts and self.family in PREDICTING and rng.random() < 0.5,
             towers=rng.choice(((False, False), (False, True), (True, True))),
             one_image=rng.random() < 0.4,
             chunk=max(

@@ -55,8 +55,7 @@ def answers(
     model: Path, adapters: Sequence[Adapter], num_tokens: int, source: str = "", slots: int = 2, **options: Any
 ) -> tuple[Answers, DraftedNode]:
     limits = AdapterLimits(slots, LIMITS.max_lora_rank, LIMITS.max_cpu_loras)
-    layers = {"draft_layers": 1} if source == "mtp" else {}
-    config = with_adapters(node_config(model, **layers, **options), limits)
+    config = with_adapters(node_config(model, draft_layers=int(source == "mtp"), **options), limits)
     node = DraftedNode(config, 3, SOURCES[source]) if source else DraftedNode(config)
     for adapter in adapters:
         node.load(adapter)
