@@ -4,13 +4,15 @@
     python bench/fuzz_requests.py --minutes 30 --kinds recurrent --runners V1     of one kind of KV cache
     python bench/fuzz_requests.py --minutes 30 --kinds images                     chats with 0 to 4 images
     python bench/fuzz_requests.py --minutes 30 --kinds images --runners V2        few and short, on 2 layers
+    python bench/fuzz_requests.py --minutes 30 --adapters always                  LoRA adapters in every fleet
     python bench/fuzz_requests.py --seed 1 --fleet 7                         one fleet again, as a difference names it
 
 Needs the test dependencies (pip install -e '.[dev]'); all processes run on this machine, on its CPU. Each fleet has a
 random tiny model and nodes of either runner with kernel pages of their own: P, two D, and a reference of runner V1.
 V2 runs in Triton's interpreter. Beside the reference, nodes may verify drafts, keep little KV on the device and more in
 host memory and on a disk, and pull all that another has cached, or the second half of it. Models that see get chats
-with images, whose nodes D may have towers of their own. Each request is sent
+with images, whose nodes D may have towers of their own. Nodes may have two LoRA adapters, in one slot or in two; the
+references of those requests have merged weights, and no adapters. Each request is sent
 
     alone         to the reference: one request at a time, never handed off
     handed off    to P and D, one request at a time
@@ -43,8 +45,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,10 +59,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from answers import Answer, ErrorAnswer, first_difference, send_completion
 from checkpoints import RECURRENT, make_checkpoint
 from fault_injection import inject, is_ready, recover
-from fleet import RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
+from fleet import MODEL_NAME, RUNNER_ENVIRONMENTS, Fleet, NodeProcess, add_tokenizer
 from image_chats import RandomChats, lengthened
 from image_checkpoints import DEEPSTACK, VOCABULARY, add_predictor, largest_embeddings, make_image_checkpoint
 from image_checkpoints import KINDS as SEEING
+from lora_adapters import KINDS as ADAPTER_KINDS
+from lora_adapters import make_adapter, merge
 from random_requests import add_stops, new_chat, new_request
 
 KINDS = {  # kinds of KV cache, with families
@@ -82,6 +86,7 @@ LEAST_DRAFTING = 32  # tokens of a step of 8 sequences with 3 drafts each
 SMALL_CHUNKS = (16, 48, 64)  # beside nodes of V2: its interpreter takes seconds for a hundred tokens
 SMALL_LONGEST = 40  # tokens of a chat's texts there
 SMALL_TEXT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4}
+PREDICTING = ("qwen3_5", "qwen3_5_moe")  # families of which some checkpoints have a layer that makes drafts
 DEEPSTACK_LAYERS = 3  # text layers that a tower joins
 FAULTS = ("kill", "kill engine", "terminate")
 ANSWER_SECONDS = 900.0  # the longest wait for an answer
@@ -112,9 +117,14 @@ COUNTERS = {  # counters of nodes since their last start
     "images_encoded": "images encoded",
     "image_cache_hits": "images found encoded",
 }
+ADAPTERS = ("a", "b")  # names of models
+SLOTS = {"never": (0,), "sometimes": (0, 1, 2), "always": (1, 2)}  # numbers of slots to draw from; 0: no adapters
+LARGEST_RANK = "24"
+REPEATED = 0.4  # share of requests with the prompt of an earlier one, which may have another adapter
 REFUSED = "refused"  # the only choice's finish reason of a request that the router refuses
 
 Body = dict[str, Any]
+Clients = Mapping[str, httpx.AsyncClient]  # clients of references, by the model that requests name
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,8 @@ class FleetPlan:
     towers: tuple[bool, bool] = (False, False)  # whether each node D encodes images
     one_image: bool = False  # caches of embeddings hold one image of the largest size
     chunk: int = CHUNK
+    slots: int = 0  # slots of adapters on each node; 0: no adapters
+    adapter_kinds: tuple[str, str] = ("all", "all")
 
     @classmethod
     def draw(cls, rng: random.Random, args: argparse.Namespace) -> FleetPlan:
@@ -162,13 +174,16 @@ class FleetPlan:
             tiers=rng.random() < 0.5,
             pulls=rng.choice(("", "whole", "split")),
         )
-        return plan._with_images(rng) if plan.sees else plan
+        if plan.sees:
+            plan = plan._with_images(rng)
+        kinds = rng.sample([*ADAPTER_KINDS], 2)
+        return replace(plan, slots=rng.choice(SLOTS[args.adapters]), adapter_kinds=(kinds[0], kinds[1]))
 
     def _with_images(self, rng: random.Random) -> FleetPlan:
         return replace(
             self,
             vocabulary=VOCABULARY,
-            predicts=self.drafts and self.family != "qwen3_vl" and rng.random() < 0.5,
+            predicts=self.drafts and self.family in PREDICTING and rng.random() < 0.5,
             towers=rng.choice(((False, False), (False, True), (True, True))),
             one_image=rng.random() < 0.4,
             chunk=max(
@@ -227,8 +242,26 @@ class FleetPlan:
         context = IMAGE_CONTEXT if self.sees else CONTEXT
         return [*COMMON, "--max-batch-tokens", str(self.chunk), "--max-model-len", str(context)]
 
+    def make_adapters(self, model: Path, directory: Path, seed: int) -> dict[str, Path]:
+        """Write the adapters; return the directories of all, by name."""
+        if not self.slots:
+            return {}
+        kinds = zip(ADAPTERS, self.adapter_kinds, strict=True)
+        return {
+            name: make_adapter(directory / "adapters" / name, model, kind, seed + number)
+            for number, (name, kind) in enumerate(kinds)
+        }
+
+    @property
+    def models(self) -> list[str]:
+        """Names that requests give: the base's, and those of adapters."""
+        return [MODEL_NAME, *(ADAPTERS if self.slots else ())]
+
     def flags(self, node: NodePlan, directory: Path) -> list[str]:
         flags = [*self.common_flags, "--block-size", str(self.block), "--kernel-block-size", str(node.page)]
+        if self.slots:
+            flags += ["--max-loras", str(self.slots), "--max-lora-rank", LARGEST_RANK]
+            flags += [word for name in ADAPTERS for word in ("--lora", f"{name}={directory / 'adapters' / name}")]
         if self.drafts:
             flags += ["--speculate", "mtp" if self.predicts else "lookup", *ALWAYS]
         if self.tiers:
@@ -252,6 +285,8 @@ class FleetPlan:
         model = f"{self.family}, vocabulary {self.vocabulary}, blocks of {self.block}"
         extras = [name for name in ("drafts", "tiers") if getattr(self, name)]
         extras += [f"{self.pulls} pulls"] * bool(self.pulls)
+        if self.slots:
+            extras.append(f"adapters {' and '.join(self.adapter_kinds)} in {self.slots} slots")
         if self.sees:
             extras += [f"{sum(self.towers)} D with towers", f"steps of {self.chunk}"]
             extras += [name for name in ("predicts", "one_image") if getattr(self, name)]
@@ -263,12 +298,14 @@ class World:
     """The running processes of a fleet."""
 
     nodes: Fleet
-    reference: Fleet
+    references: Mapping[str, Fleet]  # by the model that requests name
 
     @contextmanager
     @staticmethod
     def start(plan: FleetPlan, directory: Path, seed: int) -> Iterator[World]:
         model = plan.make(directory / "model", seed)
+        adapters = plan.make_adapters(model, directory, seed)
+        merged = {name: merge(model, path, directory / f"merged-{name}") for name, path in adapters.items()}
         listed = directory / "decode"
         listed.touch()
         pulls = {
@@ -280,10 +317,12 @@ class World:
             (directory / "split").touch()
         with ExitStack() as stack:
             nodes = stack.enter_context(Fleet())
-            reference = stack.enter_context(Fleet())
-            flags = [*plan.common_flags, *plan.image_flags, "--block-size", "16"]
-            reference.start_decode(model, flags, RUNNER_ENVIRONMENTS["V1"])
-            reference.start_router(model, PATIENT)
+            references = {name: stack.enter_context(Fleet()) for name in plan.models}
+            for name, reference in references.items():
+                weights = merged.get(name, model)
+                flags = [*plan.common_flags, *plan.image_flags, "--block-size", "16", "--served-model-name", name]
+                reference.start_decode(weights, flags, RUNNER_ENVIRONMENTS["V1"])
+                reference.start_router(weights, [*PATIENT, "--served-model-name", name])
             flags = [*plan.flags(plan.prefill, directory), "--lease-seconds", "3", "--drain-timeout", "0"]
             sources = ["--kv-source", f"file://{listed}"] if plan.pulls else []
             flags += [*sources, *plan.image_flags]
@@ -296,15 +335,17 @@ class World:
             policy = ["--policy", "prefix-aware"] if plan.pulls else []  # this policy names the nodes to pull from
             nodes.start_router(model, ["--migrations", "50", *PATIENT, *policy], pulls)
             nodes.wait_ready(300.0)
-            reference.wait_ready(300.0)
-            world = World(nodes, reference)
+            for reference in references.values():
+                reference.wait_ready(300.0)
+            world = World(nodes, references)
             world.wait_served()
             yield world
 
     def wait_idle(self) -> None:
         """Wait until no node holds a block; each adds up its blocks."""
-        for node in (*self.nodes.nodes, *self.reference.nodes):
-            node.wait_idle(60.0)
+        for fleet in (self.nodes, *self.references.values()):
+            for node in fleet.nodes:
+                node.wait_idle(60.0)
 
     def wait_served(self) -> None:
         """Wait until the router knows all nodes again."""
@@ -380,7 +421,10 @@ class Round:
         self._chats = self.plan.chats(self.rng)
 
     async def run(self) -> None:
-        async with self._client(self.world.reference) as alone, self._client(self.world.nodes) as client:
+        async with AsyncExitStack() as stack:
+            references = self.world.references.items()
+            alone = {name: await stack.enter_async_context(self._client(fleet)) for name, fleet in references}
+            client = await stack.enter_async_context(self._client(self.world.nodes))
             await self._record(alone)
             for body, expected in zip(self.bodies, self.expected, strict=True):
                 self._compare("handed off", body, await send(client, body, self._salt()), expected)
@@ -393,14 +437,17 @@ class Round:
             await fault
         await asyncio.to_thread(self.world.wait_idle)
 
-    async def _record(self, alone: httpx.AsyncClient) -> None:
+    async def _record(self, alone: Clients) -> None:
         """Draw the requests; record the answers of the reference. Some get a stop from their first answer."""
         for _ in range(self.args.requests):
-            body = await self._aligned(alone, self._draw())
-            answer = await send(alone, body, self._salt())
+            body = self._draw()
+            reference = alone[body["model"]]
+            body = await self._aligned(reference, body)
+            answer = await send(reference, body, self._salt())
             if not is_refused(answer) and add_stops(self.rng, body, answer):
-                answer = await send(alone, body, self._salt())
+                answer = await send(reference, body, self._salt())
             self.findings.counts["alone"] += 1
+            self.findings.counts["with adapters"] += body["model"] in ADAPTERS
             self.findings.counts[answer.choices[0].finish_reason] += 1
             self.bodies.append(body)
             self.expected.append(answer)
@@ -438,14 +485,14 @@ class Round:
         for body, answer, expected in zip(self.bodies, answers, self.expected, strict=True):
             self._compare(way, body, answer, expected)
 
-    async def _not_read(self, alone: httpx.AsyncClient) -> None:
+    async def _not_read(self, alone: Clients) -> None:
         """Send requests with long answers at the same time; their clients stop reading twice. Then continue some.
 
         A D has these answers in its cache. Other nodes may pull them.
         """
         bodies = [self._draw_unread() for _ in range(self.args.unread)]
         salts = [str(self.rng.getrandbits(60)) for _ in bodies]
-        expected = [await send(alone, *request) for request in zip(bodies, salts, strict=True)]
+        expected = [await send(alone[body["model"]], body, salt) for body, salt in zip(bodies, salts, strict=True)]
         async with self._client(self.world.nodes, [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]) as client:
             sent = (send(client, *request, self._stops()) for request in zip(bodies, salts, strict=True))
             answers = await asyncio.gather(*sent)
@@ -453,7 +500,7 @@ class Round:
                 self._compare("not read", body, answer, reference)
                 if _is_one_prompt(body) and not is_refused(reference):
                     turn = self._next_turn(body, reference)
-                    alike = await send(alone, turn, salt)
+                    alike = await send(alone[turn["model"]], turn, salt)
                     for reply in await asyncio.gather(*(send(client, turn, salt) for _ in range(TURNS))):
                         self._compare("next turn", turn, reply, alike)
 
@@ -525,10 +572,22 @@ class Round:
     def _draw(self, rng: random.Random | None = None, chats: RandomChats | None = None) -> Body:
         rng = rng or self.rng
         plan = self.plan
-        if not plan.sees:
-            return new_request(rng, plan.edges, plan.longest, self.args.max_tokens, plan.vocabulary)
-        messages = (chats or self._chats).draw(plan.longest)
-        return new_chat(rng, messages, self.args.max_tokens, plan.vocabulary, prompt_logprobs=all(plan.towers))
+        if plan.sees:
+            messages = (chats or self._chats).draw(plan.longest)
+            body = new_chat(rng, messages, self.args.max_tokens, plan.vocabulary, prompt_logprobs=all(plan.towers))
+        else:
+            body = new_request(rng, plan.edges, plan.longest, self.args.max_tokens, plan.vocabulary)
+        return self._with_adapter(rng, body) if plan.slots else body
+
+    def _with_adapter(self, rng: random.Random, body: Body) -> Body:
+        """Name the base or an adapter; some bodies get the prompt of an earlier one, whose KV may be another's."""
+        prompt = "messages" if self.plan.sees else "prompt"
+        repeated = self.bodies and rng.random() < REPEATED
+        return {
+            **body,
+            "model": rng.choice(self.plan.models),
+            prompt: rng.choice(self.bodies)[prompt] if repeated else body[prompt],
+        }
 
     def _salt(self) -> str:
         """Return a salt: half of the requests find what earlier ones left in prefix caches."""
@@ -585,6 +644,9 @@ def main() -> int:
     )
     parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="of KV cache, to draw from")
     parser.add_argument("--runners", nargs="+", choices=("V1", "V2"), default=["V1", "V2"], help="to draw from")
+    parser.add_argument(
+        "--adapters", choices=[*SLOTS], default="sometimes", help="whether fleets have LoRA adapters (%(default)s)"
+    )
     parser.add_argument("--tolerance", type=float, help="of log-probabilities (default 1e-4, behind delta nets 1e-3)")
     args = parser.parse_args()
     until = time.monotonic() + 60 * args.minutes

@@ -6,6 +6,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import grpc
 import httpx
 import pytest
 from checkpoints import make_checkpoint, node_config
-from fleet import MODEL_NAME, Fleet, HttpError, NodeProcess, add_tokenizer, start_fleet
+from fleet import MODEL_NAME, RUNNER_ENVIRONMENTS, Fleet, HttpError, NodeProcess, add_tokenizer, start_fleet
 from lora_adapters import make_adapter, merge
 from stepper import Stepper
 
@@ -92,6 +93,66 @@ def test_handed_off_answers_are_those_of_the_merged_checkpoint(model: Path, adap
         with pytest.raises(HttpError) as unknown:
             answer(fleet, prompts[0], 1, "nobody")
         assert unknown.value.status == 404
+
+
+def answers_alone(model: Path, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """Return the tokens of one node without adapters, of the base or of merged weights."""
+    stepper = Stepper(runner.build(node_config(model), lambda stage, fraction: None))
+    return [result.output for result in stepper.generate(prompts, num_tokens)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("source", "target"), [(("--pp", "2"), ("--tp", "2")), (("--tp", "2"), ("--pp", "2"))])
+def test_split_nodes_of_v2_answer_as_the_merged_checkpoint(
+    model: Path, adapters: Path, tmp_path: Path, source: Sequence[str], target: Sequence[str]
+) -> None:
+    """The ranks of P have one slot, those of D two; prompts take two steps."""
+    given = [word for name in "ab" for word in ("--lora", f"{name}={adapters / name}")]
+    sizes = ["--max-batch-tokens", "32", "--max-num-seqs", "4", "--max-model-len", "128", "--kv-cache-memory", "2MiB"]
+    flags = [*given, *sizes, "--dtype", "float32"]
+    checkpoints = {MODEL_NAME: model} | {name: merge(model, adapters / name, tmp_path / name) for name in "ab"}
+    prompt = new_prompt(41, 5)
+    with Fleet() as fleet:
+        environ = RUNNER_ENVIRONMENTS["V2"]
+        fleet.start_prefill(model, [*flags, *source, "--max-loras", "1", "--lease-seconds", "60"], environ)
+        decode = fleet.start_decode(model, [*flags, *target, "--handoff-min-tokens", "1"], environ)
+        fleet.start_router(model)
+        fleet.wait_ready(200.0)
+        fleet.wait_until(lambda: len(models(fleet)) == len(checkpoints), 30.0)
+        with ThreadPoolExecutor(len(checkpoints)) as pool:
+            answered = list(pool.map(lambda name: answer(fleet, prompt, 4, name)[0], checkpoints))
+        assert answered == [answers_alone(path, [prompt], 4)[0] for path in checkpoints.values()]
+        assert decode.counter("handoffs") == len(checkpoints)
+        for node in fleet.nodes:
+            node.wait_idle()
+
+
+@pytest.mark.slow
+def test_requests_keep_their_adapters_when_their_node_is_killed(model: Path, adapters: Path, tmp_path: Path) -> None:
+    """One slot on each node: requests of two adapters wait for each other where they continue."""
+    given = [word for name in "ab" for word in ("--lora", f"{name}={adapters / name}")]
+    flags = [*given, "--max-loras", "1", "--dtype", "float32", "--max-num-seqs", "8"]
+    checkpoints = {MODEL_NAME: model} | {name: merge(model, adapters / name, tmp_path / name) for name in "ab"}
+    prompts = [new_prompt(length, length) for length in (41, 90)]
+    requests = [(name, prompt) for name in checkpoints for prompt in prompts]
+    num_tokens = 300
+    expected = [tokens for path in checkpoints.values() for tokens in answers_alone(path, prompts, num_tokens)]
+    decode_flags = [*flags, "--handoff-min-tokens", "1"]
+    with start_fleet(model, 1, 2, True, flags, decode_flags, ["--migrations", "4"]) as fleet:
+        fleet.wait_until(lambda: len(models(fleet)) == len(checkpoints), 30.0)
+        with ThreadPoolExecutor(len(requests)) as pool:
+            answered = [pool.submit(answer, fleet, prompt, num_tokens, name) for name, prompt in requests]
+            lost = fleet.decode[0]
+            fleet.wait_until(lambda: lost.counter("sampled_tokens") > 20, 30.0)
+            assert lost.status().running
+            lost.kill()
+            assert [future.result()[0] for future in answered] == expected
+        page = httpx.get(f"{fleet.url}/metrics").text
+        moved = [line for line in page.splitlines() if line.startswith("pdserve_migrations_total{")]
+        assert sum(float(line.rpartition(" ")[2]) for line in moved) > 0
+        for node in (fleet.prefill[0], fleet.decode[1]):
+            node.wait_idle()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import msgspec
 import runner
 from connector.backends.null import NullConnector
 from connector.setup import ConnectorSetup
+from engine.adapters.build import build_adapters
 from engine.executor.rank import Rank
 from engine.executor.step_pipeline import Result, StepPipeline
 from engine.grammars.workers import GrammarWorkers
@@ -26,11 +27,12 @@ from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.scheduler_config import SchedulerConfig
 from engine.speculation.draft_planner import DraftOptions, DraftPlanner
 from engine.speculation.draft_source import DraftSource, ModelDrafts
+from pdserve.adapters.adapter import Adapter, AdapterLoaded
 from pdserve.config.node_config import NodeConfig
 from pdserve.images import Images
-from pdserve.ipc.messages import Mode, Submit
+from pdserve.ipc.messages import AddAdapter, Mode, Submit
 from pdserve.logprobs import TokenLogprobs
-from pdserve.records import FinishReason, StepOutput, StepPlan
+from pdserve.records import EMPTY_OUTPUT, NO_ORDERS, FinishReason, KVConnectorOutput, StepOutput, StepPlan
 from pdserve.sampling_params import SamplingParams
 
 Answers = dict[tuple[int, int], "Answer"]  # by request and choice
@@ -98,6 +100,7 @@ class DraftedNode:
             drafting=partial(DraftPlanner, DraftOptions(source, always, synthetic)) if max_drafts else no_drafting,
             grammars=self._grammars,
             images=build_images(config, config.kv_layout.block_size),
+            adapters=build_adapters(config),
         )
         self._rank = Rank(self._runner, NullConnector(ConnectorSetup("drafted")))
         self._pipeline = StepPipeline(self._rank)
@@ -105,6 +108,14 @@ class DraftedNode:
         self.answers: Answers = defaultdict(Answer)
         self.num_accepted = 0  # drafts
         self.num_refused = 0  # requests
+
+    def load(self, adapter: Adapter) -> None:
+        """Load an adapter at once, as ranks do on a thread."""
+        self.scheduler.adapters.take(AddAdapter(adapter))
+        for ordered in self.scheduler.adapters.add_orders(NO_ORDERS).adapters:
+            self._runner.load_adapter(ordered)
+            loaded = KVConnectorOutput(adapters=(AdapterLoaded(ordered.digest),))
+            self.scheduler.adapters.update(msgspec.structs.replace(EMPTY_OUTPUT, connector=loaded))
 
     def submit(
         self, rid: int, prompt: Sequence[int], sampling: SamplingParams, salt: str = "", images: Images = ()

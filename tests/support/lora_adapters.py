@@ -19,6 +19,9 @@ from pdserve.adapters.base_layers import base_layers
 from pdserve.config.node_config import NodeConfig
 from pdserve.model.model_config import load_model_config
 
+#: Where checkpoints have their text model, also those of models that take images.
+TEXT_MODELS = ("model", "model.language_model", "language_model.model")
+
 LIMITS = AdapterLimits(max_loras=3, max_lora_rank=24, max_cpu_loras=8)
 
 #: Adapters of unlike ranks and modules; members of merged projections are missing.
@@ -75,8 +78,8 @@ def merge(model_dir: Path, adapter: Path, target: Path) -> Path:
     """Write the checkpoint with W + alpha / r · B A in place of W, in float32; alpha / √r with rsLoRA."""
     shutil.copytree(model_dir, target)
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (file,) = target.glob("*.safetensors")
-    weights = load_file(file)
+    files = {file: load_file(file) for file in target.glob("*.safetensors")}
+    weights = {name: tensor for stored in files.values() for name, tensor in stored.items()}
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name, a in tensors.items():
         if not name.endswith(".lora_A.weight"):
@@ -85,11 +88,14 @@ def merge(model_dir: Path, adapter: Path, target: Path) -> Path:
         matches = [key for key in config.get("alpha_pattern", {}) if re.match(rf"(.*\.)?({key})$", module)]
         alpha = config["alpha_pattern"][matches[0]] if matches else config["lora_alpha"]
         scaling = alpha / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
-        weight = weights[f"{module}.weight"]
-        weights[f"{module}.weight"] = (
+        inner = module.removeprefix("model.")
+        name_of_weight = next(key for key in (f"{text}.{inner}.weight" for text in TEXT_MODELS) if key in weights)
+        weight = weights[name_of_weight]
+        weights[name_of_weight] = (
             weight.double() + scaling * tensors[name.replace("_A", "_B")].double() @ a.double()
         ).to(weight.dtype)
-    save_file(weights, file, metadata={"format": "pt"})
+    for file, stored in files.items():
+        save_file({name: weights[name] for name in stored}, file, metadata={"format": "pt"})
     return target
 
 
