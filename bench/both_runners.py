@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hybrid_shapes import first_layers
 from make_checkpoint import SHAPES, make
 
 from pdserve.config.runner_oracle import VARIABLE
@@ -33,8 +34,7 @@ from pdserve.config.runner_oracle import VARIABLE
 BATCHES = (1, 32, 256)
 PROMPTS = (512, 8192)
 RUNNERS = {"V1": "0", "V2": "1"}
-COMPILING_AT_ONCE = 3  # shapes whose models are on the GPU together; nine need more than the 141 GB of an H200
-FEW_LAYERS = 4  # in which each kind of layer occurs
+COMPILING_AT_ONCE = 3  # shapes whose models are on the GPU together; all need more than the 141 GB of an H200
 MARGIN = 0.99  # a figure in bold is below this share of the other one
 STEPS = ("--steps", "32", "--repeat", "1", "--max-model-len", "16384", "--speculate", "off")
 #: The models share the GPU meanwhile. Starts compile, so few steps follow.
@@ -48,6 +48,7 @@ class Measured(NamedTuple):
     name: str  # in the table
     num_layers: int | None = None  # the first layers only; None: all of the shape
     backend: str = "flashinfer"  # that a node on Hopper chooses
+    few_layers: int = 4  # in which each kind of layer occurs
 
     @property
     def architecture(self) -> str:
@@ -60,8 +61,9 @@ class Measured(NamedTuple):
         return f"{self.name}{layers} (`{self.architecture}`)"
 
     def config(self, num_layers: int | None, changes: dict[str, Any]) -> dict[str, Any]:
-        layers = {"num_hidden_layers": num_layers} if num_layers else {}
-        return SHAPES[self.shape] | layers | changes
+        shape = SHAPES[self.shape]
+        layers = first_layers(shape, num_layers) if num_layers else {}
+        return shape | layers | changes
 
 
 MEASURED = (
@@ -75,6 +77,11 @@ MEASURED = (
     Measured("deepseek-v3-5l-fp8", "DeepSeek-V3, FP8", num_layers=5),
     Measured("glm-4.7-flash", "GLM-4.7-Flash, bf16", num_layers=12),
     Measured("gemma-4-26b-a4b", "Gemma 4 26B-A4B, bf16", num_layers=12, backend="triton"),
+    Measured("lfm2-1.2b", "LFM2 1.2B, bf16"),
+    Measured("lfm2-8b-a1b", "LFM2 8B-A1B, bf16"),
+    Measured("granite-4-h-small", "Granite 4 h-small, bf16", num_layers=10, few_layers=6),
+    Measured("nemotron-3-nano", "Nemotron 3 Nano, bf16", num_layers=12, few_layers=6),
+    Measured("falcon-h1-7b", "Falcon-H1 7B, bf16", num_layers=12),
 )
 BY_SHAPE = {figures.shape: figures for figures in MEASURED}
 
@@ -84,7 +91,7 @@ def compile_all(shapes: Sequence[Measured], folder: Path, changes: dict[str, Any
 
     def compile_one(measured: Measured) -> None:
         model = folder / f"{measured.shape}-compile"
-        make(model, measured.config(FEW_LAYERS, changes), weights=False)
+        make(model, measured.config(measured.few_layers, changes), weights=False)
         output_of(start(model, "V2", [*COMPILING, *flags]), f"{measured.shape} on V2")
 
     with ThreadPoolExecutor(COMPILING_AT_ONCE) as pool:

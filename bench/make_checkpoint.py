@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hybrid_shapes import HYBRID_SHAPES
 from safetensors.torch import save_file
 
 from pdserve.checkpoint.hub import EMBEDDED_MODEL
@@ -622,6 +623,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
+    **HYBRID_SHAPES,
 }
 STANDARD_DEVIATION = 0.02
 _FP8_WEIGHTS = "_proj.weight", "_proj_with_mqa.weight"

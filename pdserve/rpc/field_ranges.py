@@ -65,6 +65,7 @@ RANGES: Mapping[str, Fields] = {
         "layer_groups": Range(0, _MOST_LAYERS, most=_MOST_LAYERS),
         **_each(Range(1, 2**16, most=_MOST_LAYERS), "group_kv_heads group_head_dims"),
     },
+    "NamedAdapter": {"rank": Range(0, 2**16)},  # 0: of a name that was reloaded
     "NodeDescription": {
         **_each(_TOKENS, "max_model_len vocab_size"),
         "cache_sample_bits": Range(0, 64),

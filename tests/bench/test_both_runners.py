@@ -6,7 +6,7 @@ from pathlib import Path
 
 import both_runners
 import pytest
-from both_runners import BATCHES, FEW_LAYERS, MEASURED, PROMPTS, RUNNERS, Measured, row_of
+from both_runners import BATCHES, COMPILING_AT_ONCE, MEASURED, PROMPTS, RUNNERS, Measured, row_of
 from make_checkpoint import make
 
 from pdserve.config.attention_backends import Platform
@@ -23,7 +23,7 @@ WITH_ALL = Platform(device="cuda", has_triton=True, has_flashinfer=True)
 
 @pytest.mark.parametrize("measured", MEASURED, ids=lambda measured: measured.shape)
 def test_both_runners_have_the_shape_on_one_card(measured: Measured, tmp_path: Path) -> None:
-    for num_layers in (measured.num_layers, FEW_LAYERS):
+    for num_layers in (measured.num_layers, measured.few_layers):
         model = tmp_path / str(num_layers)
         make(model, measured.config(num_layers, {}), weights=False)
         for name, variable in RUNNERS.items():
@@ -34,14 +34,14 @@ def test_both_runners_have_the_shape_on_one_card(measured: Measured, tmp_path: P
             assert weight_bytes(config.model, config.position, "bfloat16") < 80 << 30
 
 
-def test_kernels_of_all_shapes_are_compiled_on_one_card_at_once(tmp_path: Path) -> None:
-    taken = 0
+def test_the_largest_shapes_that_compile_at_once_fit_on_one_card(tmp_path: Path) -> None:
+    sizes = []
     for measured in MEASURED:
-        make(tmp_path / measured.shape, measured.config(FEW_LAYERS, {}), weights=False)
+        make(tmp_path / measured.shape, measured.config(measured.few_layers, {}), weights=False)
         options = NodeOptions(model=str(tmp_path / measured.shape), load_format="dummy", kv_cache_memory=1 << 30)
         config = resolve(options, H200, {VARIABLE: "1"}, WITH_ALL)
-        taken += weight_bytes(config.model, config.position, "bfloat16") + config.kv_layout.total_bytes
-    assert taken < 100 << 30
+        sizes.append(weight_bytes(config.model, config.position, "bfloat16") + config.kv_layout.total_bytes)
+    assert sum(sorted(sizes)[-COMPILING_AT_ONCE:]) < 100 << 30
 
 
 def test_every_architecture_of_v2_without_a_figure_of_v1_is_measured() -> None:

@@ -186,7 +186,7 @@ def test_extreme_values_give_the_best_token() -> None:
 ELSEWHERE = {
     *("n", "max_tokens", "ignore_eos", "prompt_logprobs", "grammar", "allowed_token_ids", "bad_words"),
     *("thinking_token_budget", "thinking_start_ids", "thinking_end_ids", "thinking_call_ids"),
-    "disable_spec_decode",
+    *("disable_spec_decode", "adapter"),
 }
 
 

@@ -749,8 +749,8 @@ PUBLISHED: dict[str, PublishedConfig] = {
         "linear attention",
     ),
     "Qwen2.5-VL-7B-Instruct": PublishedConfig(
-        _causal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", image_token_id=150, video_token_id=151,
-                rope_scaling={"mrope_section": [2, 3, 3], "type": "mrope"}, sliding_window=32768,
+        _causal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", eos_token_id=2, image_token_id=150,
+                video_token_id=151, rope_scaling={"mrope_section": [2, 3, 3], "type": "mrope"}, sliding_window=32768,
                 use_sliding_window=False, vision_config={"depth": 1, "hidden_size": 32, "model_type": "qwen2_5_vl"},
                 vision_start_token_id=152, vision_end_token_id=153, vision_token_id=154),
     ),
