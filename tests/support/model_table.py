@@ -45,8 +45,8 @@ _INTRO = """\
 
 `scripts/model-table` writes this page. It runs a tiny random checkpoint of each type in float32 on V1, with chunks,
 mixed steps and, but for recurrent types, prefix hits, and compares the tokens with the library's. None is wrong.
-[models.md](models.md) says how a node finds out. {exact} of {total} types are exact, {refused} are refused at start, and
-{not_built} have no small config that the script can build, so nothing is known of them.
+[models.md](models.md) says how a node finds out. {exact} of {total} types are exact, {refused} are refused at start,
+and {not_built} have no small config that the script can build, so nothing is known of them.
 """
 
 
