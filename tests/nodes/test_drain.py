@@ -146,6 +146,8 @@ def test_peers_do_not_warn_of_a_node_that_starts_or_drains(
     peer = fleet.start_decode(add_tokenizer(checkpoint), ["--engine", "simulated"])
     if order == "restarts":
         fleet.wait_ready()
+        fleet.wait_until(lambda: list(peer.describe().connected_peers) != [], END_SECONDS)
+        node.status()  # it answers behind the stream that the peer has opened, and says on it that it drains
         node.signal(signal.SIGTERM)
         node.wait_ended(END_SECONDS)
     fleet.wait_until(lambda: "failed to connect" in peer.output, END_SECONDS)
