@@ -173,7 +173,7 @@ class StateDigester:
         conv = multipliers_at(np.concatenate(positions[1:]))
         weights = np.zeros(spec.layer_bytes // word.itemsize, np.uint64)  # no padding counts
         weights[: len(delta)] = delta
-        weights[spec.delta_bytes // word.itemsize :][: len(conv)] = conv
+        weights[spec.head_state_bytes // word.itemsize :][: len(conv)] = conv
         of_layers = multipliers_at(np.arange(share.first_layer, share.first_layer + layout.num_layers, dtype=np.uint64))
         device = states.slots.device
         self._num_layers = layout.num_layers

@@ -34,7 +34,7 @@ class StateCache:
         if isinstance(spec, HeadStateSpec):
             delta = (spec.value_heads, spec.value_dim, spec.key_dim)
             self.delta = [self._view(begin, torch.float32, delta) for begin in begins]
-        self.conv = [self._view(begin + spec.delta_bytes, getattr(torch, spec.dtype), conv) for begin in begins]
+        self.conv = [self._view(begin + spec.head_state_bytes, getattr(torch, spec.dtype), conv) for begin in begins]
 
     def zero(self, slot: int) -> None:
         self.slots[slot].zero_()

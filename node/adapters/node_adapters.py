@@ -33,14 +33,18 @@ class NodeAdapters:
         self._on_change = on_change
         self._turn = asyncio.Lock()
         self._names: dict[str, NamedAdapter] = {}
+        self._has_given = False  # whether those of --lora were asked for: unloaded ones do not come back
         self._leaving: dict[str, asyncio.TimerHandle] = {}  # by digest, until the end of ``_GRACE``
 
     async def load_given(self) -> None:
         """Load the adapters of ``--lora`` into a new engine, or those that the last one had. Raises CheckpointError."""
-        given = [text.partition("=")[::2] for text in self._node.config.options.lora]
-        sources = {name: adapter.root for name, adapter in self._names.items()} or dict(given)
+        if self._has_given:
+            sources = {name: adapter.root for name, adapter in self._names.items()}
+        else:
+            sources = dict(text.partition("=")[::2] for text in self._node.config.options.lora)
         for name, source in sources.items():
             await self.load(name, source, replace=True)
+        self._has_given = True
 
     async def load(self, name: str, source: str, *, replace: bool = False) -> NamedAdapter:
         """Serve an adapter, a directory or hub id, under a name.

@@ -68,7 +68,7 @@ _RETRAIN = "train the adapter without it, or merge it into the base and serve th
 
 
 class PeftConfig(msgspec.Struct, frozen=True):
-    """What a configuration says of ranks and scalings."""
+    """Ranks and scalings of a configuration, by default and by module."""
 
     rank: int
     alpha: float

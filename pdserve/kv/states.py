@@ -36,7 +36,7 @@ def handoff_position(num_tokens: int, num_choices: int, block_size: int) -> int:
 
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one recurrent layer keeps per sequence.
+    """The state of one sequence in one recurrent layer.
 
     conv   [channels, conv_width - 1] of ``dtype``: the last inputs of its short convolution, the oldest first
 
@@ -62,8 +62,8 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.conv_parts)
 
     @property
-    def delta_bytes(self) -> int:
-        """Bytes before the convolution's: 0 if the layer keeps nothing else."""
+    def head_state_bytes(self) -> int:
+        """Bytes of the matrices per head, which precede the inputs of the convolution; 0: the layer has none."""
         return 0
 
     @property
@@ -72,7 +72,7 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_bytes(self) -> int:
-        return self.delta_bytes + self.conv_bytes
+        return self.head_state_bytes + self.conv_bytes
 
     @property
     def compat_fields(self) -> dict[str, str]:
@@ -81,7 +81,7 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def divisible(self) -> tuple[str, int]:
-        """What tensor shards divide evenly, in words, and its number."""
+        """Name and number of the units that tensor shards divide evenly, such as ("key heads", 16)."""
         raise NotImplementedError
 
     @property
@@ -116,7 +116,7 @@ class HeadStateSpec(StateSpec, frozen=True):
         return keys, keys, self.out_inputs
 
     @property
-    def delta_bytes(self) -> int:
+    def head_state_bytes(self) -> int:
         return _aligned(4 * self.value_heads * self.value_dim * self.key_dim)
 
     @property

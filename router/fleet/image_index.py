@@ -53,7 +53,7 @@ class HeldImages:
 
 
 class ImageCosts(msgspec.Struct, frozen=True):
-    """What a node pays for the images of prompts."""
+    """The costs of encoding images on a node."""
 
     accepted: ImageInput
     token_cost: EncodingCost

@@ -61,7 +61,7 @@ class Chunk:
 
 
 class _Kind(NamedTuple):
-    """What the plan of a layer depends on."""
+    """Properties of a layer that decide its plan: layers of one kind share it."""
 
     group: int
     window: int | None

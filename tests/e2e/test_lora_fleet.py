@@ -91,7 +91,7 @@ def test_handed_off_answers_are_those_of_the_merged_checkpoint(model: Path, adap
         assert (cards["a"]["parent"], cards["a"]["root"]) == (MODEL_NAME, str(adapters / "a"))
         assert cards[MODEL_NAME]["parent"] is None
         with pytest.raises(HttpError) as unknown:
-            answer(fleet, prompts[0], 1, "nobody")
+            answer(fleet, prompts[0], 1, "unknown-adapter")
         assert unknown.value.status == 404
 
 

@@ -1,4 +1,4 @@
-"""What a node does with published models, by their names; ``scripts/published-table`` writes docs/published-models.md.
+"""Rows of docs/published-models.md: how a node serves published models. ``scripts/published-table`` writes the page.
 
 ``published_models.json`` has the fields of their config.json that the code reads, and no weights.
 """
